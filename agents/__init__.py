@@ -1,0 +1,1 @@
+"""Baselines, SB3 training, evaluation and reports."""

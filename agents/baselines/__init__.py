@@ -1,0 +1,1 @@
+"""Power-shaping controllers that a learned policy has to beat."""

@@ -1,0 +1,1 @@
+"""Plants, the emulator, and the Gymnasium and batched environments over them."""

@@ -1,0 +1,5 @@
+"""`python -m wattgym` is the `wattgym` command."""
+
+from wattgym.cli import main
+
+main()
