@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from enum import StrEnum
+from operator import index
 
 from wattgym.errors import UserError
 
@@ -33,6 +34,10 @@ class DriverError(DeviceError):
     """The driver or its library is missing, too old, or changed under the running process."""
 
 
+class DeviceTimeoutError(DeviceError):
+    """A call into the driver has not come back in time."""
+
+
 class PowerKind(StrEnum):
     """What a power reading is: an average over about a second hides what a controller just did."""
 
@@ -52,6 +57,8 @@ class DeviceInfo:
         name: Marketing name.
         index: NVML index (not the CUDA index).
         backend: `nvml` or `simulated`.
+        pci_bus_id: PCI address; `None` for a simulated device.
+        driver_version: Version of the driver that answered.
         min_limit_mw: Lowest settable power limit.
         max_limit_mw: Highest settable power limit.
         default_limit_mw: The vendor's default limit.
@@ -68,6 +75,8 @@ class DeviceInfo:
     name: str
     index: int
     backend: str
+    pci_bus_id: str | None = None
+    driver_version: str | None = None
     min_limit_mw: int | None = None
     max_limit_mw: int | None = None
     default_limit_mw: int | None = None
@@ -111,6 +120,49 @@ class DeviceReading:
     throttle_reasons: int | None = None
     requested_limit_mw: int | None = None
     enforced_limit_mw: int | None = None
+
+
+def checked_limit_mw(limit_mw: object, device: str) -> int:
+    """A power limit as a plain integer of milliwatts, before it can reach a driver.
+
+    A float is refused because a caller who has one is thinking in watts; a boolean because it is an integer only
+    by accident; a negative number because it would wrap to a huge unsigned one.
+
+    Args:
+        limit_mw: What the caller gave.
+        device: The device's name for the message.
+
+    Raises:
+        DeviceError: Not a whole, non-negative number of milliwatts below 2**32.
+    """
+    try:
+        if isinstance(limit_mw, bool):
+            raise TypeError
+        value = index(limit_mw)  # type: ignore[arg-type]  # anything else raises TypeError, which is the check
+    except TypeError:
+        raise DeviceError(
+            f"{device}: power limit {limit_mw!r} is not an integer: give whole milliwatts (450 W is 450000)"
+        ) from None
+    if not 0 <= value < 2**32:
+        raise DeviceError(
+            f"{device}: power limit {value} mW is out of range: give milliwatts (450 W is 450000)"
+        )
+    return value
+
+
+def checked_clocks_mhz(min_mhz: object, max_mhz: object, device: str) -> tuple[int, int]:
+    """A clock range as plain integers, lowest first.
+
+    Raises:
+        DeviceError: Not positive whole MHz, or the minimum is above the maximum.
+    """
+    for value in (min_mhz, max_mhz):
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 100_000:
+            raise DeviceError(f"{device}: clock {value!r} is not a positive whole number of MHz")
+    assert isinstance(min_mhz, int) and isinstance(max_mhz, int)
+    if min_mhz > max_mhz:
+        raise DeviceError(f"{device}: lowest clock {min_mhz} MHz is above the highest, {max_mhz} MHz")
+    return min_mhz, max_mhz
 
 
 class Device(ABC):
