@@ -39,7 +39,9 @@ class Trace:
     def __post_init__(self) -> None:
         values = np.array(self.values, dtype=np.float64)
         if values.ndim != 1 or values.size == 0:
-            raise UserError(f"trace '{self.id}': needs at least one sample in one dimension, got shape {values.shape}")
+            raise UserError(
+                f"trace '{self.id}': needs at least one sample in one dimension, got shape {values.shape}"
+            )
         if not np.isfinite(values).all():
             bad = int(np.flatnonzero(~np.isfinite(values))[0])
             raise UserError(f"trace '{self.id}': sample {bad} is {values[bad]}; every sample must be finite")
