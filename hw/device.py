@@ -144,9 +144,7 @@ def checked_limit_mw(limit_mw: object, device: str) -> int:
             f"{device}: power limit {limit_mw!r} is not an integer: give whole milliwatts (450 W is 450000)"
         ) from None
     if not 0 <= value < 2**32:
-        raise DeviceError(
-            f"{device}: power limit {value} mW is out of range: give milliwatts (450 W is 450000)"
-        )
+        raise DeviceError(f"{device}: power limit {value} mW is out of range: give milliwatts (450 W is 450000)")
     return value
 
 

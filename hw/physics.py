@@ -59,9 +59,7 @@ class PowerResponse:
         """Power `dt_s` after the state was taken, shape `(n,)`, W."""
         return target_w + self.amplitudes_after(amplitudes_w, dt_s).sum(axis=0)
 
-    def energy_j(
-        self, target_w: FloatArray, amplitudes_w: FloatArray, dt_s: float | FloatArray
-    ) -> FloatArray:
+    def energy_j(self, target_w: FloatArray, amplitudes_w: FloatArray, dt_s: float | FloatArray) -> FloatArray:
         """Energy drawn in the `dt_s` after the state was taken, shape `(n,)`, J."""
         return target_w * dt_s + (amplitudes_w * self.mode_integral_s(dt_s)).sum(axis=0)
 
@@ -82,9 +80,7 @@ class TickKernel:
     ROWS = 7
     P1, P2, A_DOWN, A_UP, A_RECOVERY, FALL2, RISE2 = range(ROWS)
 
-    def __init__(
-        self, response: PowerResponse, period_s: float, latency_s: FloatArray, offsets_s: FloatArray
-    ) -> None:
+    def __init__(self, response: PowerResponse, period_s: float, latency_s: FloatArray, offsets_s: FloatArray) -> None:
         """Precomputes coefficients.
 
         Args:
