@@ -39,9 +39,7 @@ class Trace:
     def __post_init__(self) -> None:
         values = np.array(self.values, dtype=np.float64)
         if values.ndim != 1 or values.size == 0:
-            raise UserError(
-                f"trace '{self.id}': needs at least one sample in one dimension, got shape {values.shape}"
-            )
+            raise UserError(f"trace '{self.id}': needs at least one sample in one dimension, got shape {values.shape}")
         if not np.isfinite(values).all():
             bad = int(np.flatnonzero(~np.isfinite(values))[0])
             raise UserError(f"trace '{self.id}': sample {bad} is {values[bad]}; every sample must be finite")
@@ -79,7 +77,8 @@ class Trace:
         if outside.any():
             first = times[outside].flat[0]
             raise UserError(
-                f"trace '{self.id}' covers {self.start_s:g} s to {self.end_s:g} s (end excluded); {first:g} s is outside"
+                f"trace '{self.id}' covers {self.start_s:g} s to {self.end_s:g} s (end excluded); "
+                f"{first:g} s is outside"
             )
         return self.values[position.astype(np.intp)]
 
