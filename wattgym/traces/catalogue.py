@@ -311,7 +311,7 @@ def list_traces(kind: str | None = None, split: str | None = None) -> list[Catal
         raise UserError(f"unknown kind '{kind}'; kinds: {', '.join(KINDS)}")
     if split is not None:
         _check_split(split)
-    found: dict[str, CatalogueEntry] = Field(default_factory=dict)
+    found: dict[str, CatalogueEntry] = {}
     for root, catalogue in _catalogues():
         for entry in entries_of(root, catalogue):
             if entry.id in found:
