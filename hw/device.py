@@ -125,8 +125,8 @@ class DeviceReading:
 def checked_limit_mw(limit_mw: object, device: str) -> int:
     """A power limit as a plain integer of milliwatts, before it can reach a driver.
 
-    A float is refused because a caller who has one is thinking in watts; a boolean because it is an integer only
-    by accident; a negative number because it would wrap to a huge unsigned one.
+    A float is refused because a caller who has one is thinking in watts; a boolean because it is an integer only by
+    accident; a negative number because it would wrap to a huge unsigned one.
 
     Args:
         limit_mw: What the caller gave.
@@ -135,32 +135,29 @@ def checked_limit_mw(limit_mw: object, device: str) -> int:
     Raises:
         DeviceError: Not a whole, non-negative number of milliwatts below 2**32.
     """
-    try:
-        if isinstance(limit_mw, bool):
-            raise TypeError
-        value = index(limit_mw)  # type: ignore[arg-type]  # anything else raises TypeError, which is the check
-    except TypeError:
-        raise DeviceError(
-            f"{device}: power limit {limit_mw!r} is not an integer: give whole milliwatts (450 W is 450000)"
-        ) from None
-    if not 0 <= value < 2**32:
-        raise DeviceError(f"{device}: power limit {value} mW is out of range: give milliwatts (450 W is 450000)")
-    return value
+    return _whole_number(limit_mw, 2**32, f"{device}: power limit {limit_mw!r}", "milliwatts (450 W is 450000)")
 
 
 def checked_clocks_mhz(min_mhz: object, max_mhz: object, device: str) -> tuple[int, int]:
     """A clock range as plain integers, lowest first.
 
     Raises:
-        DeviceError: Not positive whole MHz, or the minimum is above the maximum.
+        DeviceError: Not whole MHz, or the minimum is above the maximum.
     """
-    for value in (min_mhz, max_mhz):
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 100_000:
-            raise DeviceError(f"{device}: clock {value!r} is not a positive whole number of MHz")
-    assert isinstance(min_mhz, int) and isinstance(max_mhz, int)
-    if min_mhz > max_mhz:
-        raise DeviceError(f"{device}: lowest clock {min_mhz} MHz is above the highest, {max_mhz} MHz")
-    return min_mhz, max_mhz
+    lowest = _whole_number(min_mhz, 100_000, f"{device}: lowest clock {min_mhz!r}", "MHz")
+    highest = _whole_number(max_mhz, 100_000, f"{device}: highest clock {max_mhz!r}", "MHz")
+    if lowest > highest:
+        raise DeviceError(f"{device}: lowest clock {lowest} MHz is above the highest, {highest} MHz")
+    return lowest, highest
+
+
+def _whole_number(value: object, end: int, what: str, unit: str) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise DeviceError(f"{what} is not an integer: give whole {unit}")
+    number = index(value)
+    if not 0 <= number < end:
+        raise DeviceError(f"{what} is out of range: give whole {unit}")
+    return number
 
 
 class Device(ABC):

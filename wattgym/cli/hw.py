@@ -35,15 +35,11 @@ def doctor(
 def watch(
     device: Annotated[
         list[str] | None,
-        typer.Option(
-            help="UUID or its start, NVML index, MIG id, or cuda:N; simulated: PRESET:N. Default: all."
-        ),
+        typer.Option(help="UUID or its start, NVML index, MIG id, or cuda:N; simulated: PRESET:N. Default: all."),
     ] = None,
     backend: Annotated[str, typer.Option(help="nvml or simulated.")] = "nvml",
     interval: Annotated[float, typer.Option(help="Seconds between samples, at least 0.1.")] = 1.0,
-    count: Annotated[
-        int | None, typer.Option(help="Stop after this many samples; default: until Ctrl-C.")
-    ] = None,
+    count: Annotated[int | None, typer.Option(help="Stop after this many samples; default: until Ctrl-C.")] = None,
     state_dir: Annotated[
         Path | None,
         typer.Option(help="Simulated devices: folder through which processes share them."),
