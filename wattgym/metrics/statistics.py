@@ -211,7 +211,7 @@ def _differences(scores: ArrayLike, baseline: ArrayLike) -> Floats:
             f"paired comparison: {ours.shape[1]} scores against {theirs.shape[1]} of the baseline; "
             "both must cover the same scenarios"
         )
-    return ours - theirs.mean(axis=0)
+    return np.asarray(ours - theirs.mean(axis=0), dtype=np.float64)
 
 
 def _as_table(scores: ArrayLike) -> Floats:

@@ -1,0 +1,330 @@
+"""From episodes to tables: interquartile means with intervals, and paired differences to each baseline."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from wattgym.agents.episodes import METRICS
+
+from wattgym.metrics.statistics import Estimate, bootstrap, paired_difference, probability_of_improvement
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from rich.console import Console
+    from wattgym.agents.results import EvaluationResult
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A controller against a baseline on identical scenarios, for one metric.
+
+    Attributes:
+        controller: The controller.
+        baseline: The baseline.
+        metric: The metric.
+        estimate: Interquartile mean of the per-scenario difference, controller minus baseline.
+        p_improvement: Probability that the controller does better on a scenario of a task drawn at random.
+    """
+
+    controller: str
+    baseline: str
+    metric: str
+    estimate: Estimate
+    p_improvement: float
+
+    @property
+    def verdict(self) -> str:
+        """`better` or `worse` where the interval excludes zero, else `no clear difference`."""
+        sign = 1.0 if METRICS[self.metric].better == "higher" else -1.0
+        ends = sorted((sign * self.estimate.low, sign * self.estimate.high))
+        if ends[0] > 0:
+            return "better"
+        return "worse" if ends[1] < 0 else "no clear difference"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Aggregated evaluation.
+
+    Attributes:
+        headline: Metric of the ranking.
+        ranking: Controllers, best first.
+        baselines: Those of them that are baselines.
+        metrics: Metrics that occur.
+        estimates: Interquartile mean by controller and metric.
+        differences: Each controller that is no baseline against each baseline, for every metric.
+        notes: What a reader has to know, for example scenarios left out.
+        scenarios: Number of scenarios.
+        tasks: Number of tasks (strata).
+        resamples: Bootstrap resamples of every interval.
+    """
+
+    headline: str
+    ranking: tuple[str, ...]
+    baselines: tuple[str, ...]
+    metrics: tuple[str, ...]
+    estimates: dict[tuple[str, str], Estimate]
+    differences: tuple[Difference, ...]
+    notes: tuple[str, ...]
+    scenarios: int
+    tasks: int
+    resamples: int
+
+    def differences_for(self, controller: str, metric: str) -> tuple[Difference, ...]:
+        """Differences of one controller in one metric, one per baseline."""
+        return tuple(d for d in self.differences if (d.controller, d.metric) == (controller, metric))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values; an interval that does not exist is null."""
+        return {
+            "headline": self.headline,
+            "scenarios": self.scenarios,
+            "tasks": self.tasks,
+            "resamples": self.resamples,
+            "ranking": list(self.ranking),
+            "baselines": list(self.baselines),
+            "notes": list(self.notes),
+            "metrics": {name: asdict(METRICS[name]) for name in self.metrics},
+            "controllers": {
+                controller: {
+                    name: _plain(self.estimates[controller, name])
+                    for name in self.metrics
+                    if (controller, name) in self.estimates
+                }
+                for controller in self.ranking
+            },
+            "differences": [
+                {
+                    "controller": d.controller,
+                    "baseline": d.baseline,
+                    "metric": d.metric,
+                    **_plain(d.estimate),
+                    "p_improvement": d.p_improvement,
+                    "verdict": d.verdict,
+                }
+                for d in self.differences
+            ],
+        }
+
+
+def summarise(result: EvaluationResult) -> Summary:
+    """Aggregates an evaluation.
+
+    A scenario for which any controller lacks a metric is left out of that metric for all of them, so that the
+    comparison stays on identical scenarios; a note says so unless the metric applies to no controller there.
+    """
+    estimates: dict[tuple[str, str], Estimate] = {}
+    differences: list[Difference] = []
+    notes: list[str] = []
+    for metric in result.metrics:
+        scores = {name: result.scores(name, metric) for name in result.controllers}
+        missing = {name: np.isnan(table).any(axis=0) for name, table in scores.items()}
+        anywhere = np.any(list(missing.values()), axis=0)
+        notes += _missing_notes(metric, missing, anywhere)
+        keep = ~anywhere
+        if not keep.any():
+            continue
+        tasks = np.asarray(result.tasks)[keep]
+        options: dict[str, Any] = {"resamples": result.resamples, "seed": result.bootstrap_seed}
+        for name, table in scores.items():
+            estimates[name, metric] = bootstrap(table[:, keep], tasks, **options)
+        for ours in result.candidates:
+            for theirs in result.baselines:
+                pair = scores[ours][:, keep], scores[theirs][:, keep]
+                better = METRICS[metric].better == "higher"
+                won = probability_of_improvement(
+                    *pair, tasks, higher_is_better=better, resamples=100, seed=result.bootstrap_seed
+                )
+                estimate = paired_difference(*pair, tasks, **options)
+                differences.append(Difference(ours, theirs, metric, estimate, won.value))
+    return Summary(
+        headline=result.headline,
+        ranking=_rank(result.controllers, estimates, result.headline),
+        baselines=tuple(result.baselines),
+        metrics=tuple(name for name in result.metrics if any(key[1] == name for key in estimates)),
+        estimates=estimates,
+        differences=tuple(differences),
+        notes=tuple(notes),
+        scenarios=len(result.scenarios),
+        tasks=len(set(result.tasks)),
+        resamples=result.resamples,
+    )
+
+
+def _rank(controllers: Iterable[str], estimates: dict[tuple[str, str], Estimate], headline: str) -> tuple[str, ...]:
+    sign = -1.0 if METRICS[headline].better == "higher" else 1.0
+
+    def key(name: str) -> tuple[float, str]:
+        estimate = estimates.get((name, headline))
+        return (math.inf if estimate is None else sign * estimate.value), name
+
+    return tuple(sorted(controllers, key=key))
+
+
+def _missing_notes(metric: str, missing: dict[str, Any], anywhere: Any) -> list[str]:
+    everywhere = np.all(list(missing.values()), axis=0)
+    partly = anywhere & ~everywhere
+    if not partly.any():
+        return []
+    guilty = [name for name, mask in missing.items() if (mask & partly).any()]
+    return [
+        f"{METRICS[metric].title}: {int(partly.sum())} scenarios are left out for every controller, because "
+        f"{', '.join(guilty)} had no value there."
+    ]
+
+
+def format_estimate(estimate: Estimate, signed: bool = False) -> str:
+    """`0.812 [0.790, 0.833]`, with as many decimals as the size asks for."""
+    size = max(abs(v) for v in (estimate.value, estimate.low, estimate.high) if not math.isnan(v))
+    decimals = 3 if size < 10 else 1 if size < 1000 else 0
+    spec = f"{'+' if signed else ''}.{decimals}f"
+    value = format(estimate.value, spec)
+    if math.isnan(estimate.low):
+        return f"{value} [no interval]"
+    return f"{value} [{estimate.low:{spec}}, {estimate.high:{spec}}]"
+
+
+def heading(metric: str) -> str:
+    """Column heading with unit and direction of improvement."""
+    m = METRICS[metric]
+    return f"{m.title}{'' if m.unit == '1' else f' ({m.unit})'} {m.arrow}"
+
+
+def markdown(summary: Summary) -> str:
+    """The summary as Markdown tables."""
+    lines = [
+        "# Evaluation",
+        "",
+        f"{summary.scenarios} scenarios in {summary.tasks} tasks, identical for every controller. Interquartile mean "
+        f"[95 % interval of a bootstrap stratified by task, {summary.resamples} resamples]; "
+        "↑ higher is better, ↓ lower is better.",
+        "",
+        *_markdown_table(["controller", *map(heading, summary.metrics)], _estimate_rows(summary)),
+    ]
+    if summary.differences:
+        lines += [
+            "",
+            "## Paired differences to each baseline",
+            "",
+            "Controller minus baseline on identical scenarios; P is the probability of doing better on a scenario.",
+            "",
+            *_markdown_table(
+                ["controller", "baseline", "metric", "difference", "P", "verdict"],
+                [
+                    [
+                        d.controller,
+                        d.baseline,
+                        heading(d.metric),
+                        format_estimate(d.estimate, signed=True),
+                        f"{d.p_improvement:.2f}",
+                        d.verdict,
+                    ]
+                    for d in summary.differences
+                ],
+            ),
+        ]
+    lines += ["", *(f"- {note}" for note in summary.notes)] if summary.notes else []
+    return "\n".join(lines) + "\n"
+
+
+def _estimate_rows(summary: Summary, metrics: Sequence[str] | None = None) -> list[list[str]]:
+    return [
+        [
+            name + (" (baseline)" if name in summary.baselines else ""),
+            *(format_estimate(summary.estimates[name, metric]) for metric in metrics or summary.metrics),
+        ]
+        for name in summary.ranking
+    ]
+
+
+def _markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    def line(cells: Iterable[str]) -> str:
+        return "| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in cells) + " |"
+
+    return [line(header), line("---" for _ in header), *map(line, rows)]
+
+
+def summary_frame(summary: Summary) -> pd.DataFrame:
+    """The summary as one long table: estimates (`compared_to` empty) and differences."""
+    import pandas as pd
+
+    records: list[dict[str, Any]] = []
+    for (controller, metric), estimate in summary.estimates.items():
+        records.append(_record(controller, "", metric, estimate))
+    for d in summary.differences:
+        records.append(
+            _record(d.controller, d.baseline, d.metric, d.estimate)
+            | {"p_improvement": d.p_improvement, "verdict": d.verdict}
+        )
+    return pd.DataFrame(records)
+
+
+def _record(controller: str, compared_to: str, metric: str, estimate: Estimate) -> dict[str, Any]:
+    return {
+        "controller": controller,
+        "compared_to": compared_to,
+        "metric": metric,
+        "unit": METRICS[metric].unit,
+        "better": METRICS[metric].better,
+        "value": estimate.value,
+        "ci_low": estimate.low,
+        "ci_high": estimate.high,
+        "n": estimate.n,
+    }
+
+
+def _plain(estimate: Estimate) -> dict[str, Any]:
+    low, high = (None if math.isnan(end) else end for end in (estimate.low, estimate.high))
+    return {"value": estimate.value, "ci_low": low, "ci_high": high, "n": estimate.n}
+
+
+def print_summary(summary: Summary, console: Console, metrics: Sequence[str] | None = None) -> None:
+    """Prints the ranking and the headline differences.
+
+    Args:
+        summary: What to print.
+        console: A rich console; piped output comes without colours and escape codes.
+        metrics: Columns of the ranking; default the headline metric and a few that matter beside it.
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = tuple(metrics or key_metrics(summary))
+    table = Table(
+        title=Text(f"{summary.scenarios} scenarios, {summary.tasks} tasks; interquartile mean [95 % interval]"),
+        title_justify="left",
+    )
+    for column in ("controller", *map(heading, shown)):
+        table.add_column(Text(column), overflow="fold")
+    for row in _estimate_rows(summary, shown):
+        table.add_row(*map(Text, row))
+    console.print(table)
+    compared = [d for d in summary.differences if d.metric == summary.headline]
+    if compared:
+        styles = {"better": "green", "worse": "red"}
+        table = Table(title=Text(f"{heading(summary.headline)}: difference to each baseline"), title_justify="left")
+        for column in ("controller", "baseline", "difference", "P(better)", "verdict"):
+            table.add_column(Text(column), overflow="fold")
+        for d in compared:
+            cells = (d.controller, d.baseline, format_estimate(d.estimate, signed=True), f"{d.p_improvement:.2f}")
+            table.add_row(*map(Text, cells), Text(d.verdict, style=styles.get(d.verdict, "")))
+        console.print(table)
+    for note in summary.notes:
+        console.print(Text(f"note: {note}"))
+
+
+def key_metrics(summary: Summary) -> tuple[str, ...]:
+    """The headline metric and the few others that a reader compares first."""
+    wanted = (
+        summary.headline,
+        "nrmse",
+        "throughput_retained",
+        "energy_per_token_relative",
+        "actuations_per_h_per_job",
+        "guard_interventions_per_h",
+    )
+    return tuple(dict.fromkeys(name for name in wanted if name in summary.metrics))
