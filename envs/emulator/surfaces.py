@@ -23,6 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from wattgym.config import read_yaml
 from wattgym.errors import UserError
+from wattgym.traces import load_table
 
 FloatArray = NDArray[np.float64]
 Split = Literal["train", "validation", "test"]
@@ -37,8 +38,8 @@ between two others cannot be slower than both, so the timing was disturbed."""
 MIN_CAPS = 4
 """A surface needs at least this many caps after dropping outliers."""
 
-_ZEUS_FILE = "gpu_power/zeus_power_limit_batch_size.csv.gz"
-_PERSEUS_FILE = "gpu_power/perseus_power_limit_training.csv.gz"
+_ZEUS_TABLE = "gpu_power/zeus_power_limit_batch_size"
+_PERSEUS_TABLE = "gpu_power/perseus_power_limit_training"
 
 
 @dataclass(frozen=True, eq=False)
@@ -262,7 +263,7 @@ def load_surfaces(gpu: str | None = None) -> list[Surface]:
 def _zeus_rows(spec: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
     keys = ["gpu", "dataset", "network", "optimizer", "batch_size"]
-    for (gpu, dataset, network, optimizer, batch), group in _read(_ZEUS_FILE).groupby(keys):
+    for (gpu, dataset, network, optimizer, batch), group in load_table(_ZEUS_TABLE).groupby(keys):
         job = spec["workloads"][f"{dataset}/{network}/{optimizer}"]
         group = group.sort_values("power_limit_w")
         rows.append(
@@ -277,7 +278,7 @@ def _zeus_rows(spec: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _perseus_rows(spec: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
-    table = _read(_PERSEUS_FILE)
+    table = load_table(_PERSEUS_TABLE)
     table = table[table["policy"] == "global"]
     table = table.assign(cap_w=[float(limits.split("|")[0]) for limits in table["power_limits_w"]])
     for (gpu, model, batch, n_gpus), group in table.groupby(["gpu", "model_name", "batch_size", "n_gpus"]):
@@ -370,10 +371,3 @@ def _check_known(what: str, value: str | None, known: Iterable[str]) -> None:
         close = difflib.get_close_matches(value, choices, n=1)
         hint = f"did you mean '{close[0]}'?" if close else f"known: {', '.join(choices[:20])}"
         raise UserError(f"unknown {what} '{value}', {hint}")
-
-
-def _read(relative: str) -> Any:
-    import pandas as pd
-
-    # `datasets/` lies two levels up both in a checkout (envs/emulator) and in a wheel (wattgym/envs/emulator).
-    return pd.read_csv(Path(__file__).parents[2] / "datasets" / relative)
