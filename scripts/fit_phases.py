@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares
 from wattgym.envs.emulator.phases import PhaseFamily, PhaseTable
 
+from wattgym.errors import UserError
 from wattgym.files import atomic_write_text
 from wattgym.traces import load_table
 
@@ -396,7 +397,7 @@ def main() -> None:
     """Fits, prints parameters and residuals, writes the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=OUT, help="file to write (default: %(default)s)")
-    out = parser.parse_args().out
+    out: Path = parser.parse_args().out
     table, errors = fit_all()
     text = render(table)
     print(text)
@@ -408,7 +409,10 @@ def main() -> None:
             print(f"    simulated minus measured quantiles  {errors_text}")
             for kind in ("measured", "simulated"):
                 print(f"    autocorrelation lags 1-5, {kind:9s} " + " ".join(f"{a:+.2f}" for a in e[f"acf_{kind}"]))
-    atomic_write_text(out, text)
+    try:
+        atomic_write_text(out, text)
+    except UserError as error:
+        parser.error(str(error))
     print(f"wrote {out}")
 
 

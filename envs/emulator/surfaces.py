@@ -268,7 +268,7 @@ def _zeus_rows(spec: dict[str, Any]) -> list[dict[str, Any]]:
         group = group.sort_values("power_limit_w")
         rows.append(
             _row(
-                spec["gpus"][gpu], job["workload"], int(batch), 1, "Zeus (NSDI 2023)",
+                spec["gpus"][gpu], job["workload"], int(str(batch)), 1, "Zeus (NSDI 2023)",
                 group["power_limit_w"].to_numpy(float), group["average_power_w"].to_numpy(float),
                 job["epoch_samples"] / group["time_per_epoch_s"].to_numpy(float),
             )
@@ -285,7 +285,7 @@ def _perseus_rows(spec: dict[str, Any]) -> list[dict[str, Any]]:
         group = group.sort_values("cap_w")
         rows.append(
             _row(
-                spec["gpus"][gpu], spec["workloads"][model], int(batch), int(n_gpus), "Perseus (SOSP 2024)",
+                spec["gpus"][gpu], spec["workloads"][model], int(str(batch)), int(str(n_gpus)), "Perseus (SOSP 2024)",
                 group["cap_w"].to_numpy(float), group["mean_power_per_gpu_w"].to_numpy(float),
                 group["samples_per_s"].to_numpy(float),
             )

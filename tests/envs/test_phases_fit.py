@@ -122,3 +122,12 @@ def test_the_file_is_replaced_whole_or_not_at_all(script, tmp_path, monkeypatch)
     script.main()
     assert load_phase_families(out) == FAMILIES
     assert [p.name for p in tmp_path.iterdir()] == ["phases.yaml"]
+
+
+def test_a_place_that_cannot_be_written_is_one_line(script, tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    monkeypatch.setattr(sys, "argv", ["fit_phases.py", "--out", str(tmp_path / "file" / "phases.yaml")])
+    with pytest.raises(SystemExit) as exit_info:
+        script.main()
+    assert exit_info.value.code == 2
+    assert "Traceback" not in capsys.readouterr().err
