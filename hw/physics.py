@@ -104,9 +104,20 @@ class TickKernel:
             coefficients[k, self.RISE2] = modes2[UP]
         self.energy_coefficients = coefficients
         """Shape `(k, 7, n)`."""
-        self.decay = np.exp(-period_s / response.tau_s)
-        """What is left of each amplitude at the period's end, shape `(3, n)`."""
+        self._decay = np.exp(-period_s / response.tau_s)
         rest = np.exp(-(period_s - latency) / response.tau_s)
-        self.fall_to_down = rest[DOWN] * (1.0 + response.undershoot)
-        self.fall_to_recovery = -rest[RECOVERY] * response.undershoot
-        self.rise_to_up = rest[UP]
+        self._fall_to_down = rest[DOWN] * (1.0 + response.undershoot)
+        self._fall_to_recovery = -rest[RECOVERY] * response.undershoot
+        self._rise_to_up = rest[UP]
+
+    def decay_amplitudes(self, rows: FloatArray) -> None:
+        """Carries the amplitudes to the period's end, in place.
+
+        Args:
+            rows: The seven numbers of each board, shape `(7, n)`; rows `A_DOWN` to `A_RECOVERY` change.
+        """
+        amplitudes = rows[self.A_DOWN : self.A_RECOVERY + 1]
+        amplitudes *= self._decay
+        amplitudes[DOWN] += self._fall_to_down * rows[self.FALL2]
+        amplitudes[UP] += self._rise_to_up * rows[self.RISE2]
+        amplitudes[RECOVERY] += self._fall_to_recovery * rows[self.FALL2]

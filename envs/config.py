@@ -1,0 +1,204 @@
+"""Configuration of the power-shaping environment; every key changes what happens, unknown keys are refused."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from wattgym.config import FrozenModel
+from wattgym.hw.limits import CommandRules
+
+Split = Literal["train", "validation", "test"]
+
+
+class SiteConfig(FrozenModel):
+    """The emulated site: its jobs, boards and everything that is drawn anew each episode.
+
+    Attributes:
+        jobs: Training jobs J that share the site.
+        surfaces: Which response surfaces jobs are drawn from: a split of plants, or explicit surface ids.
+        gpus_per_job: Job sizes to draw from, GPUs.
+        phase_families: Names of fitted phase models to draw from; empty = all.
+        randomise: 0 pins every parameter to its central value, 1 draws from its whole range.
+        power_spread: Half-width of the per-job error of the nominal power (silicon, cooling, data), fraction.
+        sensor: Which reading the controller gets: the board's instantaneous or average field, or its default one.
+        control_delay_periods: Fewest and most whole periods by which a command acts late (control network).
+        command_loss: Probability that a command is lost and the previous one stays in force.
+        host_w_per_gpu: Power of hosts per GPU that no limit changes, W.
+    """
+
+    jobs: int = Field(default=4, ge=1, le=4096)
+    surfaces: Split | tuple[str, ...] = "train"
+    gpus_per_job: tuple[int, ...] = Field(default=(8, 16, 32), min_length=1)
+    phase_families: tuple[str, ...] = ()
+    randomise: float = Field(default=1.0, ge=0.0, le=1.0)
+    power_spread: float = Field(default=0.05, ge=0.0, le=0.5)
+    sensor: Literal["default", "instant", "average"] = "default"
+    control_delay_periods: tuple[int, int] = (0, 1)
+    command_loss: float = Field(default=0.005, ge=0.0, lt=1.0)
+    host_w_per_gpu: float = Field(default=0.0, ge=0.0, le=2000.0)
+
+    @model_validator(mode="after")
+    def _sane(self) -> SiteConfig:
+        low, high = self.control_delay_periods
+        if not 0 <= low <= high <= 16:
+            raise ValueError(f"control_delay_periods needs 0 <= fewest <= most <= 16, got {low}, {high}")
+        if min(self.gpus_per_job) < 1:
+            raise ValueError(f"gpus_per_job needs at least 1 GPU a job, got {min(self.gpus_per_job)}")
+        if isinstance(self.surfaces, tuple) and not self.surfaces:
+            raise ValueError("surfaces needs at least one surface id, or a split")
+        return self
+
+
+class Offer(FrozenModel):
+    """What a site promises for a kind of signal: its base power and the capacity around it.
+
+    Attributes:
+        base: Base power as a position in the feasible band, 0 = floor, 1 = full power.
+        capacity: Capacity as a share of `of`.
+        of: `band` (full minus floor) or `base` (the base power itself, as peak events are worded).
+    """
+
+    base: float = Field(ge=0.0, le=1.0)
+    capacity: float = Field(gt=0.0, le=1.0)
+    of: Literal["band", "base"] = "band"
+
+    @model_validator(mode="after")
+    def _inside_band(self) -> Offer:
+        if self.of == "band" and (self.base - self.capacity < -1e-9 or self.base + self.capacity > 1.0 + 1e-9):
+            excess = max(self.capacity - self.base, self.base + self.capacity - 1.0)
+            raise ValueError(
+                f"capacity {self.capacity:g} around base {self.base:g} leaves the feasible band by {excess:g} of it; "
+                f"largest possible here: {min(self.base, 1.0 - self.base):g}"
+            )
+        return self
+
+
+REGULATION = Offer(base=0.5, capacity=0.35)
+OFFERS: dict[str, Offer] = {
+    "synthetic_regd": REGULATION,
+    "regd": REGULATION,
+    "rega": REGULATION,
+    "droop": REGULATION,
+    "recorded": REGULATION,
+    "renewable": Offer(base=0.5, capacity=0.45),
+    "peak_event": Offer(base=0.95, capacity=0.25, of="base"),
+    "emergency": Offer(base=0.95, capacity=0.30, of="base"),
+}
+"""Offers by signal family. Peak events: −25 % for three hours (arXiv 2507.00909); emergency: −30 % within 30 s."""
+
+
+class SignalConfig(FrozenModel):
+    """Which grid signals episodes follow.
+
+    Attributes:
+        families: Signal families and the weights they are drawn with.
+        split: Split of recordings and events to draw from.
+        trace: Follow this one recorded signal (catalogue id or file) instead of drawing from `families`.
+        start_s: Where in `trace` episodes begin, seconds.
+        offers: Offers that replace the default of a family.
+    """
+
+    families: dict[str, float] = Field(default_factory=lambda: {"synthetic_regd": 1.0}, min_length=1)
+    split: Split = "train"
+    trace: str | None = None
+    start_s: float = 0.0
+    offers: dict[str, Offer] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _weights(self) -> SignalConfig:
+        for known in (self.families, self.offers):
+            for name in known:
+                if name not in OFFERS:
+                    raise ValueError(f"unknown signal family '{name}'; known: {', '.join(OFFERS)}")
+        if min(self.families.values()) < 0 or sum(self.families.values()) <= 0:
+            raise ValueError("family weights must be non-negative and not all zero")
+        return self
+
+    def offer(self, family: str) -> Offer:
+        """The offer for a family, the configured one first."""
+        return self.offers.get(family, OFFERS[family])
+
+
+class ActionConfig(FrozenModel):
+    """What an action in [-1, 1] per job means.
+
+    Attributes:
+        kind: `absolute`: −1 is the job's lowest power limit, +1 its highest. `delta`: a change of the limit.
+            `residual`: added to the limit that the nominal model gives for the target (feed-forward).
+        scale: For `delta` and `residual`: the share of the limit range that an action of 1 moves.
+    """
+
+    kind: Literal["absolute", "delta", "residual"] = "absolute"
+    scale: float = Field(default=0.3, gt=0.0, le=1.0)
+
+
+class ObservationConfig(FrozenModel):
+    """What the observation vector holds beside the fixed features.
+
+    Attributes:
+        preview_periods: Future signal samples shown (only where the service announces them).
+        error_history: Past tracking errors shown.
+        command_history: Past commands of each job shown.
+        integral_leak: Share of the error integral that is kept each period.
+    """
+
+    preview_periods: int = Field(default=0, ge=0, le=64)
+    error_history: int = Field(default=4, ge=1, le=64)
+    command_history: int = Field(default=2, ge=1, le=16)
+    integral_leak: float = Field(default=0.95, ge=0.0, lt=1.0)
+
+
+class RewardConfig(FrozenModel):
+    """Weights of the reward terms, each logged by name in `info`.
+
+    Attributes:
+        tracking: Weight of the Huber-shaped tracking error per capacity.
+        huber: Error (share of capacity) beyond which the tracking term grows linearly only.
+        throughput: Weight of training progress relative to full speed.
+        actuation: Weight of the mean change of the limits (share of their range).
+        violation: Weight of the error beyond 30 % of capacity (the 30 % / 90 % rule's band).
+    """
+
+    tracking: float = Field(default=1.0, ge=0.0)
+    huber: float = Field(default=0.1, gt=0.0)
+    throughput: float = Field(default=0.2, ge=0.0)
+    actuation: float = Field(default=0.05, ge=0.0)
+    violation: float = Field(default=0.5, ge=0.0)
+
+
+class PowerShapingConfig(FrozenModel):
+    """One power-shaping environment.
+
+    Attributes:
+        site: The emulated site.
+        signal: Grid signals.
+        action: Meaning of actions.
+        observation: Observation vector.
+        reward: Reward weights.
+        rules: The command rules of the hardware guard, in force in training too.
+        period_s: Control period, seconds.
+        episode_s: Episode length, seconds; episodes end truncated.
+    """
+
+    site: SiteConfig = Field(default_factory=SiteConfig)
+    signal: SignalConfig = Field(default_factory=SignalConfig)
+    action: ActionConfig = Field(default_factory=ActionConfig)
+    observation: ObservationConfig = Field(default_factory=ObservationConfig)
+    reward: RewardConfig = Field(default_factory=RewardConfig)
+    rules: CommandRules = Field(default_factory=CommandRules)
+    period_s: float = Field(default=2.0, ge=0.2, le=60.0)
+    episode_s: float = Field(default=1200.0, gt=0.0, le=7 * 86400.0)
+
+    @model_validator(mode="after")
+    def _whole_ticks(self) -> PowerShapingConfig:
+        ticks = self.episode_s / self.period_s
+        if abs(ticks - round(ticks)) > 1e-6 or ticks < 1:
+            raise ValueError(f"episode_s {self.episode_s:g} must be a whole number of periods of {self.period_s:g} s")
+        return self
+
+    @property
+    def ticks(self) -> int:
+        """Control periods in an episode."""
+        return round(self.episode_s / self.period_s)

@@ -1,0 +1,229 @@
+"""Power shaping over a batch of sites: signals, actions, observations and rewards around one plant.
+
+The single and the batched environment, emulated or live, are thin shells around this class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wattgym.envs.config import PowerShapingConfig, SignalConfig
+from wattgym.envs.observation import ObservationBuilder, ObservationLayout, common_limit
+from wattgym.envs.plant import FloatArray, Plant, PlantSpec, Telemetry
+from wattgym.envs.reward import reward_terms
+from wattgym.errors import UserError
+from wattgym.signals import Signal, draw_signal, named_signal, signal_from_trace, target_w
+
+
+@dataclass(frozen=True, eq=False)
+class ControlTask:
+    """What a controller is told at the start of an episode; everything in it is known on live hardware too.
+
+    Attributes:
+        spec: The plant's nominal description.
+        layout: Which observation feature lies where.
+        config: The environment's configuration.
+        base_w: Declared base power, shape `(B,)`, W.
+        capacity_w: Offered capacity, shape `(B,)`, W.
+    """
+
+    spec: PlantSpec
+    layout: ObservationLayout
+    config: PowerShapingConfig
+    base_w: FloatArray
+    capacity_w: FloatArray
+
+    def action_for(self, position: FloatArray, feed_forward: FloatArray, last: FloatArray) -> FloatArray:
+        """The action that asks for a position in each job's limit range.
+
+        Args:
+            position: Wanted positions, 0 = lowest limit, 1 = highest, shape `(B, J)`.
+            feed_forward: The nominal model's position for the coming target, shape `(B,)`.
+            last: Positions in force, shape `(B, J)`.
+
+        Returns:
+            Actions in [-1, 1], shape `(B, J)`.
+        """
+        kind, scale = self.config.action.kind, self.config.action.scale
+        if kind == "absolute":
+            action = 2.0 * position - 1.0
+        elif kind == "delta":
+            action = (position - last) / scale
+        else:
+            action = (position - feed_forward[:, None]) / scale
+        clipped: FloatArray = np.clip(action, -1.0, 1.0)
+        return clipped
+
+
+@dataclass(eq=False, slots=True)
+class Outcome:
+    """One period of a batch.
+
+    Attributes:
+        observation: Shape `(B, D)`, float32.
+        reward: Shape `(B,)`.
+        terms: Reward terms in the order of `wattgym.envs.reward.TERMS`, shape `(4, B)`.
+        truncated: Whether the episode has reached its end.
+        target_w: Target of the period, shape `(B,)`, W.
+        power_w: Metered site power, shape `(B,)`, W.
+        throughput: Site's progress relative to full speed, shape `(B,)`.
+        telemetry: The plant's telemetry.
+    """
+
+    observation: NDArray[np.float32]
+    reward: FloatArray
+    terms: FloatArray
+    truncated: bool
+    target_w: FloatArray
+    power_w: FloatArray
+    throughput: FloatArray
+    telemetry: Telemetry
+
+
+class PowerShaping:
+    """A batch of power-shaping episodes that start and end together."""
+
+    def __init__(self, config: PowerShapingConfig, plant: Plant, jobs: int) -> None:
+        """Wraps a plant.
+
+        Args:
+            config: Signals, action meaning, observation, reward, period and episode length.
+            plant: Emulated or live.
+            jobs: Jobs J of the plant.
+        """
+        self.config = config
+        self.plant = plant
+        self.layout = ObservationLayout(config.observation, jobs)
+        self._builder = ObservationBuilder(self.layout)
+        self._families = tuple(sorted(config.signal.families))
+        weights = np.array([config.signal.families[name] for name in self._families])
+        self._shares = weights / weights.sum()
+        self.task: ControlTask | None = None
+        self.signals: tuple[Signal, ...] = ()
+
+    def reset(self, seeds: Sequence[int]) -> NDArray[np.float32]:
+        """Starts one episode per seed; equal seeds give equal episodes, alone or in any batch.
+
+        Returns:
+            First observations, shape `(B, D)`.
+
+        Raises:
+            UserError: The offered capacity does not fit the drawn site, or the signal is too short.
+        """
+        config = self.config
+        rngs = [np.random.default_rng(seed) for seed in seeds]
+        self.signals = tuple(self._draw_signal(rng) for rng in rngs)
+        telemetry = self.plant.reset(rngs)
+        spec = self.plant.spec
+        base, capacity = _offered(config.signal, spec, self.signals)
+        self.signal = np.stack([signal.values for signal in self.signals])
+        self.targets_w = target_w(base[:, None], capacity[:, None], self.signal)
+        self._per_capacity = 1.0 / capacity
+        self._range = spec.max_limit_w - spec.min_limit_w
+        self._per_range = 1.0 / np.maximum(self._range, 1e-9)
+        gpus = spec.n_gpus.astype(np.float64)
+        self._weight = gpus / gpus.sum(axis=1, keepdims=True)
+        self._limit = telemetry.limit_w
+        self._tick = 0
+        if config.action.kind == "residual":
+            self._feed_forward = common_limit(spec, self.targets_w)
+        self.task = ControlTask(spec, self.layout, config, base, capacity)
+        self._builder.reset(spec, self.targets_w, base, capacity)
+        return self._builder.build(telemetry)
+
+    def step(self, actions: NDArray[np.floating]) -> Outcome:
+        """Lets one control period pass.
+
+        Args:
+            actions: Shape `(B, J)`, within [-1, 1] (beyond it they are clipped).
+
+        Raises:
+            UserError: An action is NaN or infinite; the plant was not touched.
+            RuntimeError: The episode is over or was never begun.
+        """
+        if self.task is None or self._tick >= self.targets_w.shape[1]:
+            raise RuntimeError("the episode is over; call reset first")
+        action = np.asarray(actions, dtype=np.float64)
+        # One NaN or infinity makes the sum of all NaN or infinite.
+        if not np.isfinite(action.sum()):
+            where = np.argwhere(~np.isfinite(action))[0]
+            raise UserError(
+                f"action of environment {where[0]}, job {where[-1]} is {action[tuple(where)]}; valid: -1 to 1"
+            )
+        self.plant.apply(self._requested(np.minimum(np.maximum(action, -1.0), 1.0)))
+        telemetry = self.plant.advance()
+        target = self.targets_w[:, self._tick]
+        power = telemetry.meter_w.sum(axis=1) + telemetry.host_w
+        throughput = (telemetry.throughput * self._weight).sum(axis=1)
+        movement = np.abs((telemetry.limit_w - self._limit) * self._per_range).mean(axis=1)
+        terms = reward_terms(self.config.reward, (power - target) * self._per_capacity, throughput, movement)
+        self._limit = telemetry.limit_w
+        self._tick += 1
+        return Outcome(
+            observation=self._builder.build(telemetry),
+            reward=terms.sum(axis=0),
+            terms=terms,
+            truncated=self._tick >= self.targets_w.shape[1],
+            target_w=target,
+            power_w=power,
+            throughput=throughput,
+            telemetry=telemetry,
+        )
+
+    def _requested(self, action: FloatArray) -> FloatArray:
+        assert self.task is not None
+        spec, settings = self.task.spec, self.config.action
+        if settings.kind == "absolute":
+            return spec.min_limit_w + (0.5 * (action + 1.0)) * self._range
+        if settings.kind == "delta":
+            return self._limit + settings.scale * action * self._range
+        centre = self._feed_forward[:, self._tick, None]
+        return spec.min_limit_w + (centre + settings.scale * action) * self._range
+
+    def _draw_signal(self, rng: np.random.Generator) -> Signal:
+        config = self.config
+        settings = config.signal
+        if settings.trace is not None:
+            return _configured_trace(settings, config.period_s, config.episode_s)
+        family = self._families[int(rng.choice(len(self._families), p=self._shares))]
+        return draw_signal(family, settings.split, duration_s=config.episode_s, period_s=config.period_s, rng=rng)
+
+
+def _configured_trace(settings: SignalConfig, period_s: float, episode_s: float) -> Signal:
+    from pathlib import Path
+
+    from wattgym.traces import read_trace_file
+
+    assert settings.trace is not None
+    if Path(settings.trace).suffix in (".csv", ".gz", ".parquet") and Path(settings.trace).exists():
+        trace = read_trace_file(settings.trace, kind="regulation")
+        return signal_from_trace(
+            trace, period_s=period_s, start_s=trace.start_s + settings.start_s, duration_s=episode_s
+        )
+    return named_signal(settings.trace, period_s=period_s, start_s=settings.start_s, duration_s=episode_s)
+
+
+def _offered(settings: SignalConfig, spec: PlantSpec, signals: Sequence[Signal]) -> tuple[FloatArray, FloatArray]:
+    """Base power and capacity of each site, W."""
+    floor, full = spec.floor_w, spec.full_w
+    base, capacity = np.empty_like(floor), np.empty_like(floor)
+    for b, signal in enumerate(signals):
+        offer = settings.offer(signal.family)
+        band = full[b] - floor[b]
+        base[b] = floor[b] + offer.base * band
+        capacity[b] = offer.capacity * (band if offer.of == "band" else base[b])
+        short = max(
+            floor[b] - (base[b] - capacity[b] * max(signal.values.max(), 0.0)),
+            (base[b] - capacity[b] * min(signal.values.min(), 0.0)) - full[b],
+        )
+        if short > 1e-6 * full[b]:
+            raise UserError(
+                f"signal '{signal.id}': capacity {capacity[b]:.0f} W around base {base[b]:.0f} W leaves the feasible "
+                f"band {floor[b]:.0f} W to {full[b]:.0f} W by {short:.0f} W; "
+                f"lower signal.offers.{signal.family}.capacity"
+            )
+    return base, capacity
