@@ -74,9 +74,9 @@ class Jitter:
         chance = self._uniforms[:, :, 0].swapaxes(0, 1)
         dipped = chance < self._dip_probability
         if dipped.any():
-            # Given that it fell below p, u / p is uniform again, so -log(u / p) is a unit exponential.
-            share = np.where(dipped, chance / np.maximum(self._dip_probability, 1e-300), 1.0)
-            self.relative += np.log(np.maximum(share, 1e-12)) * self._dip_depth
+            # Given that it fell below p, u / p is uniform again, and depths are uniform up to twice their mean.
+            share = np.where(dipped, chance / np.maximum(self._dip_probability, 1e-300), 0.0)
+            self.relative -= 2.0 * share * self._dip_depth
         self.relative += self._plateau
         np.less(self._uniforms[:, :, 1].swapaxes(0, 1), self._command_loss, out=self.lost)
         self.any_lost = self.lost.any(axis=(1, 2)).tolist()

@@ -1,8 +1,8 @@
-"""Gymnasium ids; Gymnasium calls this through the package's `gymnasium.envs` entry point when it is imported."""
+"""Gymnasium ids of the package's environments."""
 
 
 def register_envs() -> None:
-    """Registers every environment of the package once."""
+    """Registers every environment with Gymnasium, once."""
     import gymnasium as gym
 
     if "wattgym/PowerShaping-v0" not in gym.registry:
@@ -10,6 +10,4 @@ def register_envs() -> None:
             id="wattgym/PowerShaping-v0",
             entry_point="wattgym.envs.power_shaping:PowerShapingEnv",
             vector_entry_point="wattgym.envs.vector:PowerShapingVectorEnv",
-            # The environment truncates by itself and checks its own actions; wrappers would only cost steps.
-            order_enforce=False,
         )
