@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
 from wattgym.agents.episodes import METRICS, EpisodeResult, PowerTrace
 from wattgym.agents.summary import Summary, markdown, summarise, summary_frame
-
 from wattgym.errors import UserError
 from wattgym.files import atomic_path, atomic_write_json, atomic_write_text, read_json_object
 

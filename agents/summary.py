@@ -8,13 +8,14 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from wattgym.agents.episodes import METRICS
 
+from wattgym.agents.episodes import METRICS
 from wattgym.metrics.statistics import Estimate, bootstrap, paired_difference, probability_of_improvement
 
 if TYPE_CHECKING:
     import pandas as pd
     from rich.console import Console
+
     from wattgym.agents.results import EvaluationResult
 
 
@@ -300,8 +301,8 @@ def print_summary(summary: Summary, console: Console, metrics: Sequence[str] | N
     )
     for column in ("controller", *map(heading, shown)):
         table.add_column(Text(column), overflow="fold")
-    for row in _estimate_rows(summary, shown):
-        table.add_row(*map(Text, row))
+    for name, *cells in _estimate_rows(summary, shown):
+        table.add_row(Text(name), *(Text(cell.replace(" ", "\n", 1)) for cell in cells))
     console.print(table)
     compared = [d for d in summary.differences if d.metric == summary.headline]
     if compared:
@@ -310,8 +311,8 @@ def print_summary(summary: Summary, console: Console, metrics: Sequence[str] | N
         for column in ("controller", "baseline", "difference", "P(better)", "verdict"):
             table.add_column(Text(column), overflow="fold")
         for d in compared:
-            cells = (d.controller, d.baseline, format_estimate(d.estimate, signed=True), f"{d.p_improvement:.2f}")
-            table.add_row(*map(Text, cells), Text(d.verdict, style=styles.get(d.verdict, "")))
+            row = (d.controller, d.baseline, format_estimate(d.estimate, signed=True), f"{d.p_improvement:.2f}")
+            table.add_row(*map(Text, row), Text(d.verdict, style=styles.get(d.verdict, "")))
         console.print(table)
     for note in summary.notes:
         console.print(Text(f"note: {note}"))

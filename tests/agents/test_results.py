@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+
 from wattgym.agents.episodes import METRICS, EpisodeResult, PowerTrace
 from wattgym.agents.results import EvaluationResult
 from wattgym.agents.summary import format_estimate, heading, key_metrics, markdown, print_summary
-
 from wattgym.errors import UserError
 from wattgym.metrics.statistics import Estimate, iqm
 
