@@ -38,6 +38,8 @@ class NvmlCode(IntEnum):
     UNKNOWN = 999
 
 
+DRIVER_TOO_OLD = "the driver is older than the binding and lacks this function; update the driver"
+
 _REMEDIES: dict[int, tuple[type[DeviceError], str]] = {
     NvmlCode.UNINITIALIZED: (DriverError, "NVML is not initialised in this process; open the device again"),
     NvmlCode.INVALID_ARGUMENT: (
@@ -64,10 +66,7 @@ _REMEDIES: dict[int, tuple[type[DeviceError], str]] = {
         DriverError,
         "libnvidia-ml.so.1 was not found; it comes with the NVIDIA driver, in a container with the container toolkit",
     ),
-    NvmlCode.FUNCTION_NOT_FOUND: (
-        NotSupportedError,
-        "the driver is older than the binding and lacks this function; update the driver",
-    ),
+    NvmlCode.FUNCTION_NOT_FOUND: (NotSupportedError, DRIVER_TOO_OLD),
     NvmlCode.GPU_IS_LOST: (
         DeviceLostError,
         "the GPU is lost: it fell off the bus; nothing more is written. See the kernel log for its Xid, then reboot",

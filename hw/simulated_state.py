@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from wattgym.errors import UserError
+from wattgym.hw.device import DeviceError
 
 SEGMENTS = 64
 """Changes of target kept; windows of 1 s stay exact up to this many changes a second."""
@@ -101,7 +101,7 @@ class FileStore:
     """A record in a file, for all processes that name it; created with the initial record when it is new.
 
     Raises:
-        UserError: The file cannot be used, or holds something else.
+        DeviceError: The file cannot be used, or holds something else.
     """
 
     def __init__(self, path: Path, initial: State) -> None:
@@ -110,10 +110,10 @@ class FileStore:
             if os.fstat(fd).st_size == 0:
                 os.pwrite(fd, initial.tobytes(), 0)
             found = self._read(fd)
-        for key in ("uuid", "preset"):
+        for key in ("uuid", "seed"):
             if found[key] != initial[key]:
-                raise UserError(
-                    f"{path}: holds {key} '{found[key].decode()}', not '{initial[key].decode()}'; use another file"
+                raise DeviceError(
+                    f"{path}: holds a device with {key} {found[key]}, not {initial[key]}; use another file"
                 )
 
     @contextmanager
@@ -132,7 +132,7 @@ class FileStore:
         try:
             fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
         except OSError as error:
-            raise UserError(f"{self.path}: cannot open the simulated device's state: {error.strerror}") from None
+            raise DeviceError(f"{self.path}: cannot open the simulated device's state: {error.strerror}") from None
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
             yield fd
@@ -147,17 +147,17 @@ def stored_identity(path: Path) -> tuple[str, str, int, int | None]:
     """Identity of the device whose state a file holds: UUID, preset, index, seed.
 
     Raises:
-        UserError: The file is missing or holds something else.
+        DeviceError: The file is missing or holds something else.
     """
     try:
         state = _parse(path.read_bytes(), path)
     except OSError as error:
-        raise UserError(f"{path}: cannot read the simulated device's state: {error.strerror}") from None
+        raise DeviceError(f"{path}: cannot read the simulated device's state: {error.strerror}") from None
     seed = int(state["seed"])
     return state["uuid"].decode(), state["preset"].decode(), int(state["index"]), None if seed < 0 else seed
 
 
 def _parse(data: bytes, path: Path) -> State:
     if len(data) != STATE.itemsize or not data.startswith(MAGIC):
-        raise UserError(f"{path}: not a simulated device's state, or a damaged one; delete it to start anew")
+        raise DeviceError(f"{path}: not a simulated device's state, or a damaged one; delete it to start anew")
     return np.frombuffer(bytearray(data), dtype=STATE)[0]

@@ -22,13 +22,11 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
 ) -> None:
     """Say what was found, what each device can do, what is missing and the exact remedy. Only reads."""
+    from wattgym.cli.hw_doctor import report_text
     from wattgym.hw.doctor import examine
 
     report = examine()
-    if as_json:
-        typer.echo(report.to_json())
-    else:
-        report.print()
+    typer.echo(report.to_json() if as_json else report_text(report))
 
 
 @app.command()
