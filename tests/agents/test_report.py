@@ -14,7 +14,7 @@ from wattgym.agents.report import render_report, write_report
 from wattgym.agents.results import EvaluationResult
 from wattgym.errors import UserError
 
-HOSTILE = "<script>alert(1)</script>\"'&{{7*7}} $\\frac{$ \x07\u202e]]>--> 电力"
+HOSTILE = "$\\frac{$ <script>alert(1)</script>\"'&{{7*7}} \x07\u202e]]>--> 电力"
 
 
 class Page(HTMLParser):
