@@ -1,4 +1,4 @@
-"""Opens devices by address, real or simulated."""
+"""Opens devices by address, real or simulated; each backend is imported only when it is asked for."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from pathlib import Path
 
 from wattgym.errors import UserError
 from wattgym.hw.device import Device, DeviceNotFoundError
-from wattgym.hw.presets import load_presets
-from wattgym.hw.simulated import SimulatedDevice
 
 BACKENDS = ("nvml", "simulated")
 _STATE_SUFFIX = ".simulated"
@@ -90,6 +88,8 @@ def _simulated_addresses(devices: Sequence[str] | None, state_dir: Path | None) 
 
 
 def _simulated_address(device: str) -> tuple[str, int]:
+    from wattgym.hw.presets import load_presets
+
     if device.startswith("SIM-"):
         preset, _, number = device.removeprefix("SIM-").rpartition("-")
     else:
@@ -103,6 +103,8 @@ def _simulated_address(device: str) -> tuple[str, int]:
 
 
 def _open_simulated(preset: str, index: int, state_dir: Path | None) -> Device:
+    from wattgym.hw.simulated import SimulatedDevice
+
     if state_dir is None:
         return SimulatedDevice(preset, index=index)
     try:

@@ -248,7 +248,7 @@ ret_t nvmlDeviceGetFieldValues(void *handle, int count, field_t *fields) {
 /* ---- NVML: the rest that the project reads ---- */
 
 ret_t nvmlDeviceGetClockInfo(void *handle, unsigned type, unsigned *to) {
-  DEVICE_CALL(if (type > 2) code = NOT_SUPPORTED; else *to = type == 2 ? preset_of(g)->memory_clock : (unsigned)g->clock);
+  DEVICE_CALL(if (type > 2) code = NOT_SUPPORTED; else *to = type == 2 ? preset_of(g)->memory_clock : (unsigned)lround(g->clock));
 }
 ret_t nvmlDeviceGetMaxClockInfo(void *handle, unsigned type, unsigned *to) {
   DEVICE_CALL(if (type > 2) code = NOT_SUPPORTED; else *to = type == 2 ? preset_of(g)->memory_clock : preset_of(g)->clock_max);
