@@ -1,13 +1,13 @@
 """Recorded traces: the catalogue, its splits, and evenly sampled series."""
 
 from wattgym.traces.catalogue import (
-    CatalogueEntry,
     data_path,
     list_tables,
     list_traces,
     load_table,
     split_windows,
 )
+from wattgym.traces.model import CatalogueEntry
 from wattgym.traces.series import load_trace
 from wattgym.traces.trace import Trace
 

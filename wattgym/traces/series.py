@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wattgym.errors import UserError
-from wattgym.traces.catalogue import CatalogueEntry, find_trace
+from wattgym.traces.catalogue import find_trace
 from wattgym.traces.gaps import fill_gaps
 from wattgym.traces.kinds import KINDS
+from wattgym.traces.model import CatalogueEntry
 from wattgym.traces.trace import Trace
 
 if TYPE_CHECKING:

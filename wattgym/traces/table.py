@@ -65,8 +65,9 @@ def read_trace_file(
         max_bytes: Largest size read, unpacked.
 
     Returns:
-        The trace. `meta` records file, columns, unit, gap policy, filled samples, clock, and in `notes` everything
-        that was accepted although it was not plain (byte order mark, zones, a dropped 24:00:00 row, …).
+        The trace. `meta` records file, columns, unit, gap policy, filled samples and their runs `(first, end)`, clock,
+        and in `notes` everything that was accepted although it was not plain (byte order mark, zones, a dropped
+        24:00:00 row, …).
 
     Raises:
         UserError: The file cannot be read or something in it is wrong; the message names row and column of the
@@ -145,7 +146,7 @@ def _read(path: Path, wanted: _Wanted, findings: Findings) -> Trace | None:
         "source": path.name, "licence": "not stated", "file": str(path), "column": raw.value_column,
         "time_column": raw.time_column, "unit_in_file": wanted.unit or known, "clock": times.clock,
         "starts": times.starts, "gap_policy": wanted.gap_policy, "max_gap_s": wanted.max_gap_s,
-        "filled_samples": filled, "notes": findings.notes,
+        "filled_samples": filled, "filled_runs": missing_runs(grid), "notes": findings.notes,
     }  # fmt: skip
     return Trace(path.name, wanted.kind or "other", known, interval_s, filled_values, start_s, meta)
 
