@@ -41,8 +41,9 @@ class Board:
         self.preset = preset
         self.idle_w = value(preset.context_idle_w)
         self.training_w = value(preset.training_w)
-        self.floor_w = value(preset.reachable_floor) * preset.limits_w.default
         self.drawn_share = value(preset.actuator.drawn_share)
+        # The lowest cap that can be held; what is drawn then lies as far under it as under any other cap.
+        self.floor_w = self.drawn_share * value(preset.reachable_floor) * preset.limits_w.default
         self.dead_time_s = value(preset.actuator.dead_time_s)
         self.call_s = value(preset.actuator.call_s)
         self.curve = PowerCurve(
