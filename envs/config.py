@@ -89,6 +89,10 @@ OFFERS: dict[str, Offer] = {
 """Offers by signal family. Peak events: −25 % for three hours (arXiv 2507.00909); emergency: −30 % within 30 s."""
 
 
+_FAMILIES = {"synthetic_regd": 1.0}
+_SCALE = 0.3
+
+
 class SignalConfig(FrozenModel):
     """Which grid signals episodes follow.
 
@@ -100,7 +104,7 @@ class SignalConfig(FrozenModel):
         offers: Offers that replace the default of a family.
     """
 
-    families: dict[str, float] = Field(default_factory=lambda: {"synthetic_regd": 1.0}, min_length=1)
+    families: dict[str, float] = Field(default_factory=lambda: dict(_FAMILIES), min_length=1)
     split: Split = "train"
     trace: str | None = None
     start_s: float = 0.0
@@ -108,12 +112,18 @@ class SignalConfig(FrozenModel):
 
     @model_validator(mode="after")
     def _weights(self) -> SignalConfig:
-        for known in (self.families, self.offers):
-            for name in known:
-                if name not in OFFERS:
-                    raise ValueError(f"unknown signal family '{name}'; known: {', '.join(OFFERS)}")
+        drawable = [name for name in OFFERS if name != "recorded"]
+        for names, known in ((self.families, drawable), (self.offers, list(OFFERS))):
+            for name in names:
+                if name not in known:
+                    raise ValueError(f"unknown signal family '{name}'; known: {', '.join(known)}")
         if min(self.families.values()) < 0 or sum(self.families.values()) <= 0:
             raise ValueError("family weights must be non-negative and not all zero")
+        # Keys that nothing would read are refused, as misspelt ones are.
+        if self.trace is None and self.start_s != 0.0:
+            raise ValueError("start_s needs trace: signals drawn from families begin where the episode's seed says")
+        if self.trace is not None and self.families != _FAMILIES:
+            raise ValueError("trace and families exclude each other: an episode follows one or the other")
         return self
 
     def offer(self, family: str) -> Offer:
@@ -131,7 +141,13 @@ class ActionConfig(FrozenModel):
     """
 
     kind: Literal["absolute", "delta", "residual"] = "absolute"
-    scale: float = Field(default=0.3, gt=0.0, le=1.0)
+    scale: float = Field(default=_SCALE, gt=0.0, le=1.0)
+
+    @model_validator(mode="after")
+    def _read(self) -> ActionConfig:
+        if self.kind == "absolute" and self.scale != _SCALE:
+            raise ValueError("scale has no meaning for kind 'absolute'; it goes with 'delta' or 'residual'")
+        return self
 
 
 class ObservationConfig(FrozenModel):

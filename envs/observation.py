@@ -144,7 +144,7 @@ class ObservationBuilder:
         self._x[:, self.layout.job("share")] = share
         middle = spec.limit_grid.size // 2
         self._x[:, self.layout.job("knee")] = spec.throughput_table[:, :, middle]
-        self._phase: NDArray[np.int64] | None = None
+        self._phase = np.full((batch, jobs), -1)
         self._phase_age = np.zeros((batch, jobs))
         self._columns = {f.name: self.layout.site(f.name) for f in self.layout.site_features}
         self._job_columns = {f.name: self.layout.job(f.name) for f in self.layout.job_features}
@@ -212,14 +212,13 @@ class ObservationBuilder:
 
     def _show_phase(self, phase: NDArray[np.int64]) -> None:
         age = self._phase_age
-        if self._phase is not None:
-            age += self._phase_step
-            changed = phase != self._phase
-            if changed.any():
-                age[changed] = 0.0
-        self._phase = phase.copy()
+        age += self._phase_step
+        changed = phase != self._phase
+        if changed.any():
+            age[changed] = 0.0
+            self._phase = phase.copy()
+            self._x[:, self._job_columns["computing"]] = (phase == Phase.COMPUTE) * 2.0 - 1.0
         np.minimum(age, 1.0, out=self._x[:, self._job_columns["phase_age"]])
-        self._x[:, self._job_columns["computing"]] = (phase == Phase.COMPUTE) * 2.0 - 1.0
 
 
 def common_limit(spec: PlantSpec, targets_w: FloatArray) -> FloatArray:

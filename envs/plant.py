@@ -55,12 +55,14 @@ class PlantSpec:
     @property
     def floor_w(self) -> FloatArray:
         """Lowest nominal site power while every job computes, shape `(B,)`, W."""
-        return self.power_table_w[:, :, 0].sum(axis=1) + self.host_w
+        floor: FloatArray = self.power_table_w[:, :, 0].sum(axis=1) + self.host_w
+        return floor
 
     @property
     def full_w(self) -> FloatArray:
         """Nominal site power with no limit binding, shape `(B,)`, W."""
-        return self.power_table_w[:, :, -1].sum(axis=1) + self.host_w
+        full: FloatArray = self.power_table_w[:, :, -1].sum(axis=1) + self.host_w
+        return full
 
 
 @dataclass(eq=False, slots=True)
@@ -89,7 +91,7 @@ class Telemetry:
     phase: IntArray
     limit_w: FloatArray
     age_s: FloatArray
-    decisions: IntArray
+    decisions: NDArray[np.uint8]
 
 
 class Plant(Protocol):

@@ -28,15 +28,16 @@ def as_config(config: PowerShapingConfig | Mapping[str, Any] | None) -> PowerSha
     """
     if isinstance(config, PowerShapingConfig):
         return config
-    return parse_config(PowerShapingConfig, dict(config or {}), "PowerShaping config")
+    data = dict(config) if isinstance(config, Mapping) else {} if config is None else config
+    return parse_config(PowerShapingConfig, data, "PowerShaping config")
 
 
-def observation_space(shaping: PowerShaping) -> gym.spaces.Box:
+def observation_space(shaping: PowerShaping) -> gym.spaces.Box[np.float32]:
     """Space of one environment's observations."""
     return gym.spaces.Box(-BOUND, BOUND, (shaping.layout.size,), np.float32)
 
 
-def action_space(shaping: PowerShaping) -> gym.spaces.Box:
+def action_space(shaping: PowerShaping) -> gym.spaces.Box[np.float32]:
     """Space of one environment's actions."""
     return gym.spaces.Box(-1.0, 1.0, (shaping.layout.jobs,), np.float32)
 

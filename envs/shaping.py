@@ -6,12 +6,12 @@ The single and the batched environment, emulated or live, are thin shells around
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wattgym.envs.config import PowerShapingConfig, SignalConfig
+from wattgym.envs.config import OFFERS, PowerShapingConfig, SignalConfig
 from wattgym.envs.observation import ObservationBuilder, ObservationLayout, common_limit
 from wattgym.envs.plant import FloatArray, Plant, PlantSpec, Telemetry
 from wattgym.envs.reward import reward_terms
@@ -115,6 +115,7 @@ class PowerShaping:
             UserError: The offered capacity does not fit the drawn site, or the signal is too short.
         """
         config = self.config
+        self.task = None
         rngs = [np.random.default_rng(seed) for seed in seeds]
         self.signals = tuple(self._draw_signal(rng) for rng in rngs)
         telemetry = self.plant.reset(rngs)
@@ -124,7 +125,7 @@ class PowerShaping:
         self.targets_w = target_w(base[:, None], capacity[:, None], self.signal)
         self._per_capacity = 1.0 / capacity
         self._range = spec.max_limit_w - spec.min_limit_w
-        self._per_range = 1.0 / np.maximum(self._range, 1e-9)
+        self._movement_per_w = 1.0 / np.maximum(self._range, 1e-9) / self._range.shape[1]
         gpus = spec.n_gpus.astype(np.float64)
         self._weight = gpus / gpus.sum(axis=1, keepdims=True)
         self._limit = telemetry.limit_w
@@ -142,24 +143,28 @@ class PowerShaping:
             actions: Shape `(B, J)`, within [-1, 1] (beyond it they are clipped).
 
         Raises:
-            UserError: An action is NaN or infinite; the plant was not touched.
+            UserError: An action is NaN or infinite, or the shape is another; the plant was not touched.
             RuntimeError: The episode is over or was never begun.
         """
         if self.task is None or self._tick >= self.targets_w.shape[1]:
             raise RuntimeError("the episode is over; call reset first")
         action = np.asarray(actions, dtype=np.float64)
-        # One NaN or infinity makes the sum of all NaN or infinite.
-        if not np.isfinite(action.sum()):
-            where = np.argwhere(~np.isfinite(action))[0]
+        if action.shape != self._range.shape:
             raise UserError(
-                f"action of environment {where[0]}, job {where[-1]} is {action[tuple(where)]}; valid: -1 to 1"
+                f"actions have shape {action.shape}; valid: {self._range.shape}, one number per environment and job"
+            )
+        # One NaN or infinity makes the sum of all NaN or infinite.
+        if not np.isfinite(action.sum()) and not (finite := np.isfinite(action)).all():
+            where = np.argwhere(~finite)[0]
+            raise UserError(
+                f"action of environment {where[0]}, job {where[1]} is {action[tuple(where)]}; valid: -1 to 1"
             )
         self.plant.apply(self._requested(np.minimum(np.maximum(action, -1.0), 1.0)))
         telemetry = self.plant.advance()
         target = self.targets_w[:, self._tick]
         power = telemetry.meter_w.sum(axis=1) + telemetry.host_w
         throughput = (telemetry.throughput * self._weight).sum(axis=1)
-        movement = np.abs((telemetry.limit_w - self._limit) * self._per_range).mean(axis=1)
+        movement = (np.abs(telemetry.limit_w - self._limit) * self._movement_per_w).sum(axis=1)
         terms = reward_terms(self.config.reward, (power - target) * self._per_capacity, throughput, movement)
         self._limit = telemetry.limit_w
         self._tick += 1
@@ -196,7 +201,7 @@ class PowerShaping:
 def _configured_trace(settings: SignalConfig, period_s: float, episode_s: float) -> Signal:
     from pathlib import Path
 
-    from wattgym.traces import read_trace_file
+    from wattgym.traces.table import read_trace_file
 
     assert settings.trace is not None
     if Path(settings.trace).suffix in (".csv", ".gz", ".parquet") and Path(settings.trace).exists():
@@ -204,7 +209,9 @@ def _configured_trace(settings: SignalConfig, period_s: float, episode_s: float)
         return signal_from_trace(
             trace, period_s=period_s, start_s=trace.start_s + settings.start_s, duration_s=episode_s
         )
-    return named_signal(settings.trace, period_s=period_s, start_s=settings.start_s, duration_s=episode_s)
+    signal = named_signal(settings.trace, period_s=period_s, start_s=settings.start_s, duration_s=episode_s)
+    # A catalogued recording that belongs to no family has the offer of recordings.
+    return signal if signal.family in OFFERS else replace(signal, family="recorded")
 
 
 def _offered(settings: SignalConfig, spec: PlantSpec, signals: Sequence[Signal]) -> tuple[FloatArray, FloatArray]:

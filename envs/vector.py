@@ -101,7 +101,8 @@ class PowerShapingVecEnv(VecEnv):
         self.outcome = outcome
         self._returns += outcome.reward
         self._term_sums += outcome.terms
-        observation, infos = outcome.observation, [{} for _ in range(self.num_envs)]
+        observation = outcome.observation
+        infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
         if outcome.truncated:
             infos = self._episode_infos(outcome)
             observation = self._start()

@@ -19,6 +19,7 @@ MIN_INTERVAL_S = 0.2
 """Shortest time between writes, s. A V100's own power loop ticks about every 168 ms, so faster is pointless."""
 
 FloatArray = NDArray[np.float64]
+ByteArray = NDArray[np.uint8]
 
 
 class Decision(IntFlag):
@@ -30,6 +31,14 @@ class Decision(IntFlag):
     TOO_SOON = 4
     DEAD_BANDED = 8
     RAISE_LIMITED = 16
+
+
+_LOW, _HIGH, _SOON, _BANDED, _RAISE = (
+    np.uint8(d)
+    for d in (
+        Decision.CLIPPED_LOW, Decision.CLIPPED_HIGH, Decision.TOO_SOON, Decision.DEAD_BANDED, Decision.RAISE_LIMITED
+    )
+)  # fmt: skip
 
 
 class CommandRules(FrozenModel):
@@ -107,9 +116,7 @@ class ShapedLimits:
         """
         return self._shape(requested_w, last_w, elapsed_s)[0]
 
-    def shape(
-        self, requested_w: FloatArray, last_w: FloatArray, elapsed_s: Any
-    ) -> tuple[FloatArray, NDArray[np.uint8]]:
+    def shape(self, requested_w: FloatArray, last_w: FloatArray, elapsed_s: Any) -> tuple[FloatArray, ByteArray]:
         """The limit to command, and why.
 
         Args:
@@ -121,14 +128,10 @@ class ShapedLimits:
             The command, W, and a bit mask of `Decision` values, both of the arguments' shape.
         """
         command, target, held, early = self._shape(requested_w, last_w, elapsed_s)
-        moving = ~(held | early)
-        decisions = (
-            (target > requested_w) * np.uint8(Decision.CLIPPED_LOW)
-            | (target < requested_w) * np.uint8(Decision.CLIPPED_HIGH)
-            | early * np.uint8(Decision.TOO_SOON)
-            | (held & ~early) * np.uint8(Decision.DEAD_BANDED)
-            | (moving & (command < target)) * np.uint8(Decision.RAISE_LIMITED)
-        )
+        clipped = (target > requested_w) * _LOW | (target < requested_w) * _HIGH
+        decisions: ByteArray = clipped | np.where(held, _BANDED, (command < target) * _RAISE)
+        if early.any():
+            decisions = np.where(early, clipped | _SOON, decisions)
         return command, decisions
 
     def _shape(
@@ -152,7 +155,7 @@ def shape_command_w(
     default_w: ArrayLike,
     elapsed_s: ArrayLike,
     rules: CommandRules,
-) -> tuple[FloatArray, NDArray[np.uint8]]:
+) -> tuple[FloatArray, ByteArray]:
     """Shapes commands once; code that does so every step builds a `ShapedLimits` and keeps it.
 
     Args:

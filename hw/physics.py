@@ -49,23 +49,28 @@ class PowerResponse:
         """
         fall = np.maximum(drop_w, 0.0)
         extra = self.undershoot * fall if commanded else np.zeros_like(fall)
-        return amplitudes_w + np.stack([fall + extra, np.minimum(drop_w, 0.0), -extra])
+        amplitudes: FloatArray = amplitudes_w + np.stack([fall + extra, np.minimum(drop_w, 0.0), -extra])
+        return amplitudes
 
     def amplitudes_after(self, amplitudes_w: FloatArray, dt_s: float | FloatArray) -> FloatArray:
         """Amplitudes `dt_s` later without a change of target, shape `(3, n)`, W."""
-        return amplitudes_w * np.exp(-np.asarray(dt_s) / self.tau_s)
+        amplitudes: FloatArray = amplitudes_w * np.exp(-np.asarray(dt_s) / self.tau_s)
+        return amplitudes
 
     def power_w(self, target_w: FloatArray, amplitudes_w: FloatArray, dt_s: float | FloatArray) -> FloatArray:
         """Power `dt_s` after the state was taken, shape `(n,)`, W."""
-        return target_w + self.amplitudes_after(amplitudes_w, dt_s).sum(axis=0)
+        power: FloatArray = target_w + self.amplitudes_after(amplitudes_w, dt_s).sum(axis=0)
+        return power
 
     def energy_j(self, target_w: FloatArray, amplitudes_w: FloatArray, dt_s: float | FloatArray) -> FloatArray:
         """Energy drawn in the `dt_s` after the state was taken, shape `(n,)`, J."""
-        return target_w * dt_s + (amplitudes_w * self.mode_integral_s(dt_s)).sum(axis=0)
+        energy: FloatArray = target_w * dt_s + (amplitudes_w * self.mode_integral_s(dt_s)).sum(axis=0)
+        return energy
 
     def mode_integral_s(self, dt_s: float | FloatArray) -> FloatArray:
         """Integral of each mode's unit decay over `dt_s`, shape `(3, n)`, s; 0 for negative `dt_s`."""
-        return self.tau_s * -np.expm1(-np.maximum(np.asarray(dt_s), 0.0) / self.tau_s)
+        integral: FloatArray = self.tau_s * -np.expm1(-np.maximum(np.asarray(dt_s), 0.0) / self.tau_s)
+        return integral
 
 
 class TickKernel:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from wattgym.envs.config import PowerShapingConfig
 from wattgym.envs.emulator.draw import GRID, DrawnSite, draw_sites
@@ -24,6 +25,19 @@ class Emulator:
     Within a period a job's draw heads for the lower of what it asks for and what its limit allows: first under the old
     limit, then, once the new command has arrived, under the new one (`wattgym.hw.physics`).
     """
+
+    _limit: FloatArray
+    _elapsed: float | FloatArray
+    _track_elapsed: bool
+    _decisions: NDArray[np.uint8]
+    _age: FloatArray
+    _rows: FloatArray
+    _heading: FloatArray
+    _ceiling: FloatArray
+    _speed: FloatArray
+    _energy_total: FloatArray
+    _sent: FloatArray
+    _window_energy: FloatArray
 
     def __init__(self, config: PowerShapingConfig) -> None:
         """Prepares to draw sites.
@@ -76,8 +90,6 @@ class Emulator:
     def apply(self, limit_w: FloatArray) -> None:
         """Commands power limits per GPU for the coming period, shape `(B, J)`, W, finite."""
         k = self._tick % BLOCK
-        if k == 0:
-            self._jitter.refill()
         last = self._limit
         limit, self._decisions = self._site.shaped.shape(limit_w, last, self._elapsed)
         if self._jitter.any_lost[k]:
@@ -116,6 +128,8 @@ class Emulator:
         self._ceiling, self._speed = ceiling, speed
         self._pass_phases(progress)
         self._tick += 1
+        if self._tick % BLOCK == 0:
+            self._jitter.refill()
         return Telemetry(
             tick=self._tick,
             sensor_w=sensor.reshape(shape),
@@ -178,13 +192,13 @@ class Emulator:
         self._limit = site.default_limit_w
         # Time since the last write matters only where a raise allowance can outlast the period.
         self._track_elapsed = self._config.rules.raise_window_s > period + 1e-9
-        self._elapsed: float | FloatArray = period
+        self._elapsed = period
         if self._track_elapsed:
             self._elapsed = np.full(self._shape, self._config.rules.raise_window_s)
         self._delay = site.delay.reshape(n)
         depth = int(self._delay.max()) + 1
         self._sent = np.repeat(self._limit.reshape(1, n), depth, axis=0)
-        self._decisions: IntArray = np.zeros(self._shape, dtype=np.int64)
+        self._decisions = np.zeros(self._shape, dtype=np.uint8)
         self._age = np.zeros(self._shape[0])
 
         self._ceiling, self._speed = self._lookup(self._limit.reshape(n))
@@ -244,11 +258,17 @@ class Emulator:
         if not self._has_ripple:
             return 0.0
         period = self._config.period_s
-        position = np.mod(self._left, self._ripple_period)
-        overlap = self._ripple_dip - np.maximum(position - period, 0.0)
-        overlap = np.maximum(np.minimum(overlap, np.minimum(position, period)), 0.0)
+        overlap = self._dip_left_s(self._left) - self._dip_left_s(np.maximum(self._left - period, 0.0))
         dip: FloatArray = self._ripple_depth * overlap / period
         return dip
+
+    def _dip_left_s(self, left_s: FloatArray) -> FloatArray:
+        """Seconds of dips within what is left of the segment."""
+        steps = np.floor(left_s / self._ripple_period)
+        dip_s: FloatArray = steps * self._ripple_dip + np.minimum(
+            left_s - steps * self._ripple_period, self._ripple_dip
+        )
+        return dip_s
 
     def _in_force(self) -> tuple[FloatArray, FloatArray]:
         """Ceiling and speed under the command that arrives in this period."""

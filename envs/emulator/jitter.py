@@ -28,7 +28,7 @@ class Jitter:
         command_loss: float,
         rngs: Sequence[np.random.Generator],
     ) -> None:
-        """Starts at tick 0.
+        """Starts at tick 0, with the first block drawn.
 
         Args:
             families: What `family` indexes.
@@ -60,6 +60,7 @@ class Jitter:
         self.lost = np.empty((BLOCK, *family.shape), dtype=bool)
         """Whether the command of the tick is lost, shape `(BLOCK, B, J)`."""
         self.any_lost: list[bool] = []
+        self.refill()
 
     def refill(self) -> None:
         """Draws the next `BLOCK` ticks into `relative` and `lost`."""
@@ -79,4 +80,4 @@ class Jitter:
             self.relative -= 2.0 * share * self._dip_depth
         self.relative += self._plateau
         np.less(self._uniforms[:, :, 1].swapaxes(0, 1), self._command_loss, out=self.lost)
-        self.any_lost = self.lost.any(axis=(1, 2)).tolist()
+        self.any_lost = [bool(tick.any()) for tick in self.lost]

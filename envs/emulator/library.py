@@ -99,7 +99,8 @@ class SiteLibrary:
         x = np.clip((cap_w - low) / (high - low), 0.0, 1.0) * (FINE_POINTS - 1)
         index = np.minimum(x.astype(np.intp), FINE_POINTS - 2)
         left = table[surface[..., None], index]
-        return left + (x - index) * (table[surface[..., None], index + 1] - left)
+        value: FloatArray = left + (x - index) * (table[surface[..., None], index + 1] - left)
+        return value
 
 
 def _select_surfaces(config: SiteConfig) -> tuple[Surface, ...]:
