@@ -13,6 +13,8 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
+
+from wattgym.errors import UserError
 from wattgym.hw.audit import AuditLog
 from wattgym.hw.device import (
     Device,
@@ -39,8 +41,6 @@ from wattgym.hw.session import DurableSession, Session
 from wattgym.hw.state import DeviceAddress, StateDir
 from wattgym.hw.telemetry import CommandResult, GuardState, GuardTelemetry
 from wattgym.hw.watchdog import Guarding
-
-from wattgym.errors import UserError
 
 ARM_VARIABLE = "WATTGYM_ARM"
 SLOW_WRITE_S = 0.25
@@ -145,6 +145,11 @@ class Guard:
         """Highest limit that the guard lets through, W."""
         return float(self._shaped.high_w)
 
+    @property
+    def watchdog_pid(self) -> int | None:
+        """Process of the watchdog; `None` in a dry run, for a device without one, and after the end."""
+        return None if self._session is None else self._session.watchdog_pid
+
     def set_limit_w(self, watts: float, *, reason: str = "") -> CommandResult:
         """Asks for a power limit.
 
@@ -170,7 +175,8 @@ class Guard:
         Args:
             limit_mw: The limit, an integer.
             reason: For the log.
-            exact: Refuse what the rules would alter, instead of altering it.
+            exact: Refuse what the rules would alter, instead of altering it; the limit in force and the one before the
+                session are always let through.
 
         Raises:
             DeviceError: Not an integer, outside the device's range, or altered though it must be exact.
@@ -294,6 +300,8 @@ class Guard:
             decisions = Decision(int(mask))
             self._count(decisions)
             command_mw = min(max(round(float(shaped_w) * 1000), self._limits.min_mw), self._limits.max_mw)
+            if exact and self._session is not None and requested_mw in self._session.state.free_mw:
+                command_mw = requested_mw
             if exact and command_mw != requested_mw:
                 self.telemetry.rejected += 1
                 raise DeviceError(

@@ -7,10 +7,10 @@ import numbers
 from dataclasses import dataclass
 
 from pydantic import Field
-from wattgym.hw.device import Device, DeviceError, DeviceInfo, DeviceReading, checked_limit_mw
-from wattgym.hw.limits import CommandRules
 
 from wattgym.config import FrozenModel
+from wattgym.hw.device import Device, DeviceError, DeviceInfo, DeviceReading, checked_limit_mw
+from wattgym.hw.limits import CommandRules
 
 SANE_MAX_LIMIT_MW = 3_000_000
 """No board has a limit above 1.6 kW; a stub library once reported 3.7 kW with success (MangoHud #2144)."""
@@ -66,7 +66,8 @@ def checked_constraints(info: DeviceInfo) -> Constraints:
     """
     low, high, default = info.min_limit_mw, info.max_limit_mw, info.default_limit_mw
     if low is None or high is None or default is None:
-        why = info.capabilities.get("power_limit", "the device does not tell its limits")
+        why = info.capabilities.get("set_power_limit", "ok")
+        why = "the device does not tell its limits" if why == "ok" else why
         raise DeviceError(f"{info.uuid}: the power limit cannot be controlled: {why}")
     if not 0 < low <= default <= high <= SANE_MAX_LIMIT_MW:
         raise DeviceError(

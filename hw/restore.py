@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from wattgym.errors import UserError
 from wattgym.hw.audit import AuditLog
 from wattgym.hw.device import Device, DeviceError
 from wattgym.hw.state import (
@@ -20,8 +21,6 @@ from wattgym.hw.state import (
     read_state,
     remove_state,
 )
-
-from wattgym.errors import UserError
 
 READ_BACK_S = 0.5
 """How long a new limit may take to show; a read-back can lag more than 100 ms behind the write (Variorum)."""

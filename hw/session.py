@@ -7,6 +7,7 @@ import os
 import uuid as uuids
 from dataclasses import replace
 
+from wattgym.errors import UserError
 from wattgym.hw.audit import AuditLog
 from wattgym.hw.device import Device
 from wattgym.hw.restore import GivenBack, give_back, record_give_back
@@ -21,8 +22,6 @@ from wattgym.hw.state import (
     write_state,
 )
 from wattgym.hw.watchdog import Guarding, Watchdog
-
-from wattgym.errors import UserError
 
 
 class Session:
@@ -40,6 +39,11 @@ class Session:
     def __init__(self, address: DeviceAddress, saved_mw: int) -> None:
         self.state = SavedState(address, uuids.uuid4().hex, os.getpid(), saved_mw, (saved_mw,))
         self.notes: list[str] = []
+
+    @property
+    def watchdog_pid(self) -> int | None:
+        """The watchdog's process, where there is one."""
+        return None
 
     def announce(self, last_mw: int, next_mw: int) -> None:
         """Records a limit that is about to be written beside the one in force."""
@@ -126,6 +130,11 @@ class DurableSession(Session):
                 remove_state(self._path)
             self._lock.release()
             raise
+
+    @property
+    def watchdog_pid(self) -> int | None:
+        """The watchdog's process."""
+        return self._watchdog.pid
 
     def beat(self) -> Guarding:
         """Gives a sign of life, and tells whether the watchdog is alive and content."""

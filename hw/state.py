@@ -98,6 +98,11 @@ class SavedState:
     clocks_locked: bool = False
     boot: str = field(default_factory=boot_id)
 
+    @property
+    def free_mw(self) -> tuple[int, ...]:
+        """Limits that need no judgement: those in force, and the one to give back."""
+        return (*self.ours_mw, self.saved_mw)
+
     def with_ours(self, *limits_mw: int) -> SavedState:
         """The same session with other values that may be in the device."""
         return replace(self, ours_mw=tuple(dict.fromkeys(limits_mw)))

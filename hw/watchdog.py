@@ -23,6 +23,7 @@ from enum import Enum
 from pathlib import Path
 from types import FrameType
 
+from wattgym.errors import UserError
 from wattgym.hw.audit import AuditLog
 from wattgym.hw.device import Device, DeviceError
 from wattgym.hw.restore import GivenBack, Outcome, give_back, open_address, record_give_back
@@ -36,8 +37,6 @@ from wattgym.hw.state import (
     read_state,
     remove_state,
 )
-
-from wattgym.errors import UserError
 
 BEAT, FAREWELL = b".", b"q"
 READY, FENCED = b"ready\n", b"fenced\n"

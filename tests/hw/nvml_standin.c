@@ -174,7 +174,10 @@ ret_t nvmlDeviceGetPowerManagementLimitConstraints(void *handle, unsigned *lowes
 
 static ret_t set_limit(gpu_t *g, unsigned mw) {
   if (!state->permitted) return NO_PERMISSION;
-  if (mw < g->min_mw || mw > g->max_mw) return INVALID_ARGUMENT;
+  if (mw < g->min_mw || mw > g->max_mw) {
+    state->refused_sets++;
+    return INVALID_ARGUMENT;
+  }
   state->set_calls++;
   if (!g->silent_set) g->requested_mw = mw;
   return OK;
@@ -334,7 +337,7 @@ double standin_get(unsigned index, const char *key) {
   gpu_t *g = &state->gpu[index];
   advance(g);
   void *from = slot(g, key, &type);
-  double value = !strcmp(key, "set_calls") ? state->set_calls : NAN;
+  double value = !strcmp(key, "set_calls") ? state->set_calls : !strcmp(key, "refused_sets") ? state->refused_sets : NAN;
   if (from) value = type == 'd' ? *(double *)from : *(int *)from;
   unlock();
   return value;

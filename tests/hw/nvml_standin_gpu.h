@@ -77,7 +77,7 @@ typedef struct {
 typedef struct {
   uint32_t magic;
   pthread_mutex_t mutex;
-  unsigned count, set_calls;
+  unsigned count, set_calls, refused_sets;
   int permitted, virtual_clock;
   double virtual_now_s;
   gpu_t gpu[MAX_GPUS];

@@ -6,6 +6,7 @@ import sys
 
 import typer
 
+from wattgym.cli import hw
 from wattgym.errors import UserError
 
 app = typer.Typer(
@@ -15,6 +16,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(hw.app)
 
 
 def main() -> None:

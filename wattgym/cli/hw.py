@@ -10,11 +10,14 @@ from typing import Annotated
 
 import typer
 
+from wattgym.cli import hw_guard
+
 app = typer.Typer(
     name="hw",
     help="Devices: what is there, what it does, and its power limit.",
     no_args_is_help=True,
 )
+hw_guard.register(app)
 
 
 @app.command()
