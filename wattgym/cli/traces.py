@@ -219,9 +219,10 @@ def _plot(entry: CatalogueEntry, trace: Trace, path: Path) -> None:
             axes.axvspan(start / scale, end / scale, color=colours[name], alpha=0.12, label=label, linewidth=0)
     times = (trace.start_s + np.arange(trace.values.size) * trace.interval_s) / scale
     axes.plot(times, trace.values, drawstyle="steps-post", linewidth=0.7, color="black")
+    axes.margins(x=0.0)
     axes.set(title=entry.id, xlabel=f"time [{unit}]", ylabel=f"{entry.kind} [{entry.unit}]")
     if entry.splits:
-        axes.legend(loc="upper right")
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
     with atomic_path(path) as temporary:
         figure.savefig(temporary, dpi=120)
 
