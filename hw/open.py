@@ -46,7 +46,7 @@ def open_devices(
         UserError: As for `open_device`; what was opened by then is closed again.
     """
     if backend not in BACKENDS:
-        raise UserError(f"unknown backend '{backend}'; valid: {', '.join(BACKENDS)}")
+        raise UserError(f"unknown backend {backend!r}; valid: {', '.join(BACKENDS)}")
     opened: list[Device] = []
     try:
         if backend == "simulated":
@@ -94,10 +94,10 @@ def _simulated_address(device: str) -> tuple[str, int]:
         preset, _, number = device.removeprefix("SIM-").rpartition("-")
     else:
         preset, _, number = device.partition(":")
-    if preset not in load_presets() or not (number or "0").isdecimal():
+    if preset not in load_presets() or not re.fullmatch("[0-9]{0,9}", number):
         known = ", ".join(load_presets())
         raise DeviceNotFoundError(
-            f"simulated device '{device}': give PRESET, PRESET:N or SIM-PRESET-N with one of {known}"
+            f"simulated device {device!r}: give PRESET, PRESET:N or SIM-PRESET-N with one of {known}"
         )
     return preset, int(number or "0")
 

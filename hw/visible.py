@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from wattgym.hw.device import DeviceNotFoundError
 
+_INDEX = re.compile("[0-9]{1,9}")
+
 
 @dataclass(frozen=True)
 class GpuAddress:
@@ -49,7 +51,7 @@ def resolve(spec: str, gpus: Sequence[GpuAddress], environment: Mapping[str, str
     text = spec.strip()
     if text.startswith("cuda:"):
         return _by_cuda_index(text, gpus, environment)
-    if text.isdecimal():
+    if _INDEX.fullmatch(text):
         return _by_index(text, sorted(gpus, key=lambda gpu: gpu.index), "NVML index")
     if text.upper().startswith("MIG-GPU-"):
         # Drivers before R470 wrote MIG-GPU-<uuid>/<gpu instance>/<compute instance>: the parent is in the name.
@@ -58,7 +60,7 @@ def resolve(spec: str, gpus: Sequence[GpuAddress], environment: Mapping[str, str
         return _by_prefix(text, gpus, lambda gpu: gpu.mig_uuids)
     if text.upper().startswith("GPU-"):
         return _by_prefix(text, gpus, lambda gpu: (gpu.uuid,))
-    raise DeviceNotFoundError(f"device '{spec}': give a UUID or its beginning (GPU-…), an NVML index, MIG-… or cuda:N")
+    raise DeviceNotFoundError(f"device {spec!r}: give a UUID or its beginning (GPU-…), an NVML index, MIG-… or cuda:N")
 
 
 def cuda_visible(gpus: Sequence[GpuAddress], environment: Mapping[str, str]) -> list[GpuAddress]:
@@ -75,7 +77,7 @@ def cuda_visible(gpus: Sequence[GpuAddress], environment: Mapping[str, str]) -> 
         return list(_cuda_order(gpus, environment))
     visible: list[GpuAddress] = []
     for entry in (part.strip() for part in mask.split(",")):
-        if re.fullmatch(r"\d+", entry):
+        if _INDEX.fullmatch(entry):
             ordered = _cuda_order(gpus, environment)
             if int(entry) >= len(ordered):
                 break
@@ -97,11 +99,12 @@ def unique(gpus: Sequence[GpuAddress]) -> list[GpuAddress]:
 
 def _by_cuda_index(text: str, gpus: Sequence[GpuAddress], environment: Mapping[str, str]) -> GpuAddress:
     number = text.removeprefix("cuda:")
-    if not number.isdecimal():
-        raise DeviceNotFoundError(f"device '{text}': after 'cuda:' goes a CUDA index, 0 for the first")
+    if not _INDEX.fullmatch(number):
+        raise DeviceNotFoundError(f"device {text!r}: after 'cuda:' goes a CUDA index, 0 for the first")
     visible = cuda_visible(gpus, environment)
-    mask = environment.get("CUDA_VISIBLE_DEVICES", "unset")
-    return _by_index(number, visible, f"CUDA index (CUDA_VISIBLE_DEVICES {mask or 'empty'})")
+    mask = environment.get("CUDA_VISIBLE_DEVICES")
+    stated = "unset" if mask is None else repr(mask)
+    return _by_index(number, visible, f"CUDA index (CUDA_VISIBLE_DEVICES {stated})")
 
 
 def _by_index(number: str, ordered: Sequence[GpuAddress], kind: str) -> GpuAddress:
@@ -119,7 +122,7 @@ def _by_prefix(text: str, gpus: Sequence[GpuAddress], names: Callable[[GpuAddres
         return exact[0] if exact else next(iter(found.values()))
     known = ", ".join(name for gpu in gpus for name in names(gpu)) or "none"
     problem = f"means {len(found)} GPUs, give more of it" if found else "does not exist"
-    raise DeviceNotFoundError(f"device '{text}' {problem}; there is: {known}")
+    raise DeviceNotFoundError(f"device {text!r} {problem}; there is: {known}")
 
 
 def _cuda_order(gpus: Sequence[GpuAddress], environment: Mapping[str, str]) -> Sequence[GpuAddress]:

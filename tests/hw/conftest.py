@@ -76,6 +76,12 @@ def standin_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def old_standin_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A driver from before the clocks-event functions got their present names."""
+    return build_standin(tmp_path_factory.mktemp("old"), "-DOLD_DRIVER")
+
+
+@pytest.fixture(scope="session")
 def standin_hooks(standin_library: Path, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     # A copy without NVML's SONAME, so that this process does not find "NVML" from now on.
     library = build_standin(tmp_path_factory.mktemp("hooks"), name="standin_hooks.so")
