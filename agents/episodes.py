@@ -83,6 +83,7 @@ METRICS: Mapping[str, Metric] = {
             "higher",
             "Share of time with an error of at most 30 % of the regulation capacity.",
         ),
+        Metric("mape", "MAPE", "1", "lower", "Mean absolute error of the power as a share of the target."),
         Metric(
             "throughput_retained",
             "Throughput retained",

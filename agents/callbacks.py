@@ -1,0 +1,142 @@
+"""What happens beside learning: logs, validation, best policy, checkpoints, progress, orderly stops."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.vec_env import VecNormalize
+
+from wattgym.agents.checkpoint import policy_controller, save_checkpoint
+from wattgym.agents.config import TrainingConfig
+from wattgym.agents.validation import Validation
+from wattgym.envs.reward import TERMS
+from wattgym.envs.vector import PowerShapingVecEnv
+
+
+class StopTraining(Exception):  # noqa: N818 (it is no error)
+    """Raised at a rollout's start, where a checkpoint continues exactly."""
+
+
+class StopFlag(Protocol):
+    """Whether a stop was asked for."""
+
+    requested: bool
+
+
+class TrainingCallback(BaseCallback):
+    """Validates, saves and reports at the start of rollouts, when model and environment are consistent."""
+
+    def __init__(self, config: TrainingConfig, folder: Path, stop: StopFlag, progress: bool) -> None:
+        super().__init__()
+        self.best_reward: float | None = None
+        self._config = config
+        self._folder = folder
+        self._stop = stop
+        self._show = progress
+        self._bar: Any = None
+        self._validation: Validation | None = None
+        self._next_validation = config.validation.every_steps
+        self._next_checkpoint = config.train.checkpoint_steps
+        self._sums = np.zeros(len(TERMS) + 3)
+        self._count = 0
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Takes up the schedule of an interrupted run."""
+        self.best_reward = state["best_reward"]
+        self._next_validation = state["next_validation"]
+        self._next_checkpoint = state["next_checkpoint"]
+
+    def finish(self, model: Any) -> None:
+        """Last validation and checkpoint of a completed training."""
+        self.model = model
+        self._validate()
+        self._checkpoint()
+
+    def close(self) -> None:
+        """Ends the progress bar."""
+        if self._bar is not None:
+            self._bar.close()
+
+    def _on_training_start(self) -> None:
+        if self._show:
+            from tqdm import tqdm
+
+            total = self._config.train.total_steps
+            self._bar = tqdm(total=total, initial=self.model.num_timesteps, unit="step", unit_scale=True, desc="train")
+
+    def _on_rollout_start(self) -> None:
+        steps = self.model.num_timesteps
+        if self._bar is not None:
+            self._bar.update(steps - self._bar.n)
+        if steps >= self._next_validation:
+            self._next_validation = steps + self._config.validation.every_steps
+            self._validate()
+        if self._stop.requested or steps >= self._next_checkpoint:
+            self._next_checkpoint = steps + self._config.train.checkpoint_steps
+            self._checkpoint()
+        if self._stop.requested:
+            raise StopTraining
+
+    def _on_step(self) -> bool:
+        outcome = self._env.outcome
+        assert outcome is not None
+        n = len(TERMS)
+        self._sums[:n] += outcome.terms.mean(axis=1)
+        capacity_error = np.abs(outcome.power_w - outcome.target_w) / self._env.task.capacity_w
+        self._sums[n:] += (outcome.reward.mean(), capacity_error.mean(), outcome.throughput.mean())
+        self._count += 1
+        return True
+
+    def _on_rollout_end(self) -> None:
+        means = self._sums / max(self._count, 1)
+        for name, value in zip((*TERMS, "total", "mae_over_r", "throughput"), means.tolist(), strict=True):
+            group = "reward" if name in (*TERMS, "total") else "rollout"
+            self.logger.record(f"{group}/{name}", value)
+        self._sums[:] = 0.0
+        self._count = 0
+
+    @property
+    def _env(self) -> PowerShapingVecEnv:
+        normalise = self.model.get_vec_normalize_env()
+        assert isinstance(normalise, VecNormalize)
+        assert isinstance(normalise.venv, PowerShapingVecEnv)
+        return normalise.venv
+
+    def _features(self) -> tuple[str, ...]:
+        return tuple(feature.name for feature in self._env.layout.features)
+
+    def _validate(self) -> None:
+        if self._validation is None:
+            self._validation = Validation(self._config)
+        features = self._features()
+        scores = self._validation.run(policy_controller(self.model, features, "policy"))
+        for family, metrics in scores.by_family.items():
+            for name, value in metrics.items():
+                self.model.logger.record(f"validation_{family}/{name}", value)
+        self.model.logger.record("validation/reward", scores.reward)
+        self.model.logger.dump(self.model.num_timesteps)
+        if self.best_reward is None or scores.reward > self.best_reward:
+            self.best_reward = scores.reward
+            save_checkpoint(self._folder / "best", self.model, self._config.train.algorithm, features, None)
+        if self._bar is not None:
+            self._bar.set_postfix_str(f"validation reward {scores.reward:.4f}, best {self.best_reward:.4f}")
+
+    def _checkpoint(self) -> None:
+        normalise = self.model.get_vec_normalize_env()
+        state = {
+            "normalise": normalise,
+            "env": self._env,
+            "callback": {
+                "best_reward": self.best_reward,
+                "next_validation": self._next_validation,
+                "next_checkpoint": self._next_checkpoint,
+            },
+        }
+        folder = self._folder / "checkpoints" / f"step_{self.model.num_timesteps:012d}"
+        save_checkpoint(folder, self.model, self._config.train.algorithm, self._features(), state)
+        for older in sorted(folder.parent.glob("step_*"))[:-2]:
+            shutil.rmtree(older, ignore_errors=True)

@@ -1,0 +1,65 @@
+"""From rollouts to metrics, by one accounting for every controller."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from wattgym.agents.rollout import Rollout
+from wattgym.envs.plant import FloatArray
+from wattgym.metrics.pjm import PJM_VARIANTS, PjmVariant, pjm_score
+from wattgym.metrics.training import actuations_per_hour
+
+REGULATION = ("regd", "rega", "droop", "synthetic_regd", "recorded")
+"""Families that a market would score as regulation; events and renewable following are measured by their error."""
+
+
+def scenario_metrics(
+    rollout: Rollout, uncapped: Rollout | None, variant: PjmVariant = PJM_VARIANTS["legacy"]
+) -> Mapping[str, FloatArray]:
+    """Metrics of each scenario.
+
+    Args:
+        rollout: What the controller did.
+        uncapped: The uncapped run of the same scenarios; without it, what is relative to it is left out.
+        variant: Rules of the regulation score.
+
+    Returns:
+        Arrays of shape `(B,)` by metric name (`wattgym.agents.episodes.METRICS`); NaN where one does not apply.
+    """
+    hours = rollout.power_w.shape[1] * rollout.period_s / 3600.0
+    error = (rollout.power_w - rollout.target_w) / rollout.capacity_w[:, None]
+    size = np.abs(error)
+    energy_kwh = rollout.power_w.mean(axis=1) / 1000.0 * hours
+    actuations = actuations_per_hour(rollout.limit.swapaxes(1, 2), period_s=rollout.period_s, range_w=1.0)
+    metrics = {
+        **_regulation(rollout, variant),
+        "nrmse": np.sqrt((error**2).mean(axis=1)),
+        "mae_over_r": size.mean(axis=1),
+        "share_within_30pct": (size <= 0.3 + 1e-12).mean(axis=1),
+        "mape": (np.abs(rollout.power_w - rollout.target_w) / rollout.target_w).mean(axis=1),
+        "energy_kwh": energy_kwh,
+        "actuations_per_h_per_job": actuations.mean(axis=1),
+        "guard_interventions_per_h": rollout.changed.sum(axis=1) / hours,
+        "reward_mean": rollout.reward.mean(axis=1),
+    }
+    if uncapped is not None:
+        work, full_work = rollout.throughput.sum(axis=1), uncapped.throughput.sum(axis=1)
+        metrics["throughput_retained"] = work / full_work
+        per_work, per_full = rollout.power_w.sum(axis=1) / work, uncapped.power_w.sum(axis=1) / full_work
+        metrics["energy_per_token_relative"] = per_work / per_full
+    return metrics
+
+
+def _regulation(rollout: Rollout, variant: PjmVariant) -> dict[str, FloatArray]:
+    applies = np.array([family in REGULATION for family in rollout.families])
+    names = ("composite", "correlation", "delay", "precision")
+    result = {f"pjm_{name}": np.full(applies.shape, np.nan) for name in names}
+    if applies.any():
+        score = pjm_score(
+            rollout.signal[applies], rollout.response[applies], period_s=rollout.period_s, variant=variant
+        )
+        for name in names:
+            result[f"pjm_{name}"][applies] = getattr(score, name)
+    return result

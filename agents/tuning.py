@@ -1,0 +1,76 @@
+"""Tunes the feedback baselines on training scenarios, with a stated budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from wattgym.agents.baselines import TunedGains, feedback_baseline
+from wattgym.agents.baselines.feedback import FeedbackGains
+from wattgym.agents.rollout import Arena
+from wattgym.envs.config import PowerShapingConfig
+from wattgym.errors import UserError
+
+TUNABLE = ("PI", "feed-forward + PI")
+OBJECTIVE = "mean reward"
+"""What a learner maximises too, so that neither side is tuned for another goal."""
+
+_LOW, _HIGH = (0.0, 0.01, 0.1), (1.0, 1.0, 1.0)
+
+
+def candidate_gains(budget: int, seed: int) -> list[FeedbackGains]:
+    """Gain settings that cover the search box evenly (scrambled Sobol points).
+
+    Args:
+        budget: Number of settings.
+        seed: Seed of the scrambling.
+    """
+    from scipy.stats import qmc
+
+    points = qmc.Sobol(d=3, seed=seed).random(1 << max(budget - 1, 1).bit_length())[:budget]
+    scaled = qmc.scale(points, _LOW, _HIGH)
+    return [
+        FeedbackGains(proportional=round(p, 4), integral=round(i, 4), rate=round(r, 4)) for p, i, r in scaled.tolist()
+    ]
+
+
+def tune_baselines(
+    config: PowerShapingConfig,
+    *,
+    budget: int,
+    scenarios: int,
+    seed: int,
+    command: str,
+    progress: Callable[[str, int], None] = lambda name, done: None,
+) -> TunedGains:
+    """Finds gains for every tunable baseline.
+
+    Args:
+        config: Environment whose training split is used.
+        budget: Settings tried per controller.
+        scenarios: Scenarios each setting is tried on; the same for all.
+        seed: Seed of settings and scenarios.
+        command: Recorded with the result.
+        progress: Told the controller and how many settings have been tried.
+
+    Raises:
+        UserError: The configuration is not of the training split, or a number is not positive.
+    """
+    if config.signal.split != "train" or config.site.surfaces in ("validation", "test"):
+        raise UserError("baselines are tuned on the training split only; set signal.split and site.surfaces to train")
+    if budget < 1 or scenarios < 1:
+        raise UserError(f"budget and scenarios must be at least 1, got {budget} and {scenarios}")
+    arena = Arena(config)
+    seeds = np.random.default_rng(seed).integers(2**62, size=scenarios).tolist()
+    best: dict[str, FeedbackGains] = {}
+    value: dict[str, float] = {}
+    for name in TUNABLE:
+        for tried, gains in enumerate(candidate_gains(budget, seed), start=1):
+            reached = float(arena.run(feedback_baseline(name, gains), seeds).reward.mean())
+            if name not in value or reached > value[name]:
+                best[name], value[name] = gains, reached
+            progress(name, tried)
+    return TunedGains(
+        command=command, budget=budget, scenarios=scenarios, objective=OBJECTIVE, gains=best, objective_value=value
+    )
