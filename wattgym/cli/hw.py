@@ -5,12 +5,12 @@ Sub-commands that write live in modules of their own, which this one registers o
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from wattgym.cli import hw_guard
+from wattgym.cli.hw_guard import BackendOption, StateDirOption
 
 app = typer.Typer(
     name="hw",
@@ -38,19 +38,17 @@ def watch(
         list[str] | None,
         typer.Option(help="UUID or its start, NVML index, MIG id, or cuda:N; simulated: PRESET:N. Default: all."),
     ] = None,
-    backend: Annotated[str, typer.Option(help="nvml or simulated.")] = "nvml",
+    backend: BackendOption = "nvml",
     interval: Annotated[float, typer.Option(help="Seconds between samples, at least 0.1.")] = 1.0,
     count: Annotated[int | None, typer.Option(help="Stop after this many samples; default: until Ctrl-C.")] = None,
-    state_dir: Annotated[
-        Path | None,
-        typer.Option(help="Simulated devices: folder through which processes share them."),
-    ] = None,
+    state_dir: StateDirOption = None,
 ) -> None:
     """Show power, clocks and limits: a live table in a terminal, else one line per device and sample."""
     from wattgym.hw.open import open_devices
+    from wattgym.hw.state import StateDir
     from wattgym.hw.watch import watch_devices
 
-    devices = open_devices(device, backend, state_dir=state_dir)
+    devices = open_devices(device, backend, state_dir=StateDir(state_dir).path)
     try:
         watch_devices(devices, interval_s=interval, count=count)
     finally:
