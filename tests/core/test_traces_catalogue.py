@@ -1,5 +1,6 @@
 import csv
 import hashlib
+import itertools
 import os
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+
 from wattgym import traces
 from wattgym.errors import UserError
 from wattgym.traces import catalogue, data_path, list_tables, list_traces, load_table, load_trace, split_windows
@@ -100,7 +102,7 @@ def test_autocorrelated_series_keep_a_hole_between_splits():
             if entry.splits[split] != "all" and entry.is_series
             for start, end in entry.splits[split]
         )
-        for (_, end, one), (start, _, other) in zip(windows, windows[1:], strict=False):
+        for (_, end, one), (start, _, other) in itertools.pairwise(windows):
             if one != other:
                 assert start - end >= 15 * 60, entry.id
 
@@ -208,7 +210,8 @@ def copy_of_data(folder: Path, **changes):
     shutil.copy(ROOT / name, folder / name)
     entry = {
         "file": name, "licence": "MIT", "source": "test", "kind": "regulation", "unit": "1", "interval_s": 2,
-        "time": {"column": "t_s", "format": "seconds"}, "traces": {"a/b": {"column": "regd", "splits": {"test": "all"}}},
+        "time": {"column": "t_s", "format": "seconds"},
+        "traces": {"a/b": {"column": "regd", "splits": {"test": "all"}}},
     }  # fmt: skip
     entry.update(changes)
     (folder / "catalogue.yaml").write_text(yaml.safe_dump({"files": [entry]}))

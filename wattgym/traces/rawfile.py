@@ -293,8 +293,8 @@ def _parquet_times(column: Any, name: str) -> tuple[NDArray[Any], str | None]:
     kind = column.type
     if pa.types.is_timestamp(kind):
         # Zoned timestamps are stored in UTC; dropping the zone keeps them there.
-        stored = column.cast(pa.timestamp("ns")) if kind.tz is None else column.cast(pa.timestamp("ns", tz="UTC"))
-        return np.array(stored.to_pandas().to_numpy(dtype="datetime64[ns]")), kind.tz
+        wanted = pa.timestamp("us", tz=None if kind.tz is None else "UTC")
+        return np.array(column.cast(wanted, safe=False).to_numpy(), dtype="datetime64[us]"), kind.tz
     if pa.types.is_integer(kind) or pa.types.is_floating(kind):
         return np.array(column.cast(pa.float64()).to_pandas(), dtype=np.float64), None
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):

@@ -131,8 +131,14 @@ def _read(path: Path, wanted: _Wanted, findings: Findings) -> Trace | None:
     interval_s = _check_steps(seconds, rows, raw, times, findings)
     if wanted.kind is not None:
         _check_range(values, rows, raw.value_column, wanted.kind, findings)
-    if interval_s is None:
+    # One absurd time must not ask for an absurd amount of memory.
+    samples = (seconds[-1] - seconds[0]) / interval_s if interval_s is not None else 0.0
+    too_long = samples * 8 > max(wanted.max_bytes, 16 * rows.size)
+    if interval_s is None or too_long:
         _report_missing(seconds, values, rows, broken, raw, findings)
+        if too_long:
+            span = f"{seconds[-1] - seconds[0]:g} s at {interval_s:g} s"
+            findings.error("too-long", f"the times span {span}, more samples than the size limit allows")
         return None
     start_s, grid, grid_rows, in_file = _on_grid(seconds, values, rows, broken, interval_s)
     _check_holes(grid, grid_rows, in_file, interval_s, raw, times, wanted, findings)
@@ -158,6 +164,8 @@ def _check_steps(
     steps = np.diff(seconds)
     forward = steps[steps > 0]
     if not forward.size:
+        if np.isnan(seconds).any():
+            return None
         findings.error("too-short", "fewer than two samples in order of time; the interval cannot be known")
         return None
     interval_s = _usual_step(forward)
@@ -243,7 +251,8 @@ def _report_missing(
     findings.errors("missing-value", missing, lambda _: "the cell is empty or NaN", raw.value_column)
     steps = np.diff(seconds)
     interval_s = _usual_step(steps[steps > 0]) if (steps > 0).any() else np.inf
-    gaps = np.flatnonzero(np.rint(steps / interval_s) > 1)
+    whole = np.rint(steps / interval_s)
+    gaps = np.flatnonzero((whole > 1) & (np.abs(steps / interval_s - whole) <= _JITTER))
     findings.errors(
         "gap", rows[gaps],
         lambda i: f"after this, the next sample comes {steps[gaps[i]]:g} s later; the interval is {interval_s:g} s",

@@ -57,7 +57,7 @@ def parse_times(raw: RawColumns, findings: Findings, time_zone: str | None) -> T
         return _plain_seconds(np.array(raw.times, dtype=np.float64), raw, findings, time_zone)
     if raw.times.dtype.kind == "M":
         _report(np.isnat(raw.times) & ~raw.ragged, raw, findings, "no time in this row")
-        stamps = raw.times.astype("datetime64[ns]")
+        stamps = raw.times.astype("datetime64[us]")
         if raw.zone is not None:
             findings.note("time-zone", f"times in {raw.zone} were read as UTC", column=raw.time_column)
         return _calendar(stamps, raw.zone is not None, raw, findings, time_zone)
@@ -154,7 +154,7 @@ def _iso_times(texts: list[str], raw: RawColumns, findings: Findings, time_zone:
         stamps = stamps - pd.to_timedelta(shift, unit="s")
         listed = ", ".join(sorted(offsets))
         findings.note("time-zone", f"times with offset {listed} were read as UTC", column=raw.time_column)
-    values = stamps.to_numpy(dtype="datetime64[ns]")
+    values = stamps.to_numpy(dtype="datetime64[us]")
     return _calendar(values, bool(offsets), raw, findings, time_zone)
 
 
@@ -215,4 +215,4 @@ def _localised(stamps: NDArray[Any], raw: RawColumns, findings: Findings, time_z
         message = f"'{{}}' does not exist in {time_zone}: daylight saving skips it"
         _report(skipped, raw, findings, message, "daylight-saving")
     findings.note("time-zone", f"local times in {time_zone} were read as UTC", column=raw.time_column)
-    return np.array(utc.tz_convert("UTC").tz_localize(None).to_numpy(dtype="datetime64[ns]"))
+    return np.array(utc.tz_convert("UTC").tz_localize(None).to_numpy(dtype="datetime64[us]"))
