@@ -24,7 +24,7 @@ _NO_FEEDBACK = FeedbackGains(proportional=0.0, integral=0.0)
 
 
 class TunedGains(FrozenModel):
-    """Gains found by `wattgym evaluate --tune`, with what they cost to find.
+    """Gains found by `wattgym tune-baselines`, with what they cost to find.
 
     Attributes:
         command: Command that wrote the file.

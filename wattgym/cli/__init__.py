@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import typer
 
-from wattgym.cli import hw
+from wattgym.cli import evaluate, hw, score, traces, train
 from wattgym.errors import UserError
 
 app = typer.Typer(
@@ -16,13 +17,22 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command()(train.train)
+app.command()(evaluate.evaluate)
+app.command("tune-baselines")(evaluate.tune_baselines)
+app.command()(score.score)
+app.add_typer(traces.app)
 app.add_typer(hw.app)
 
 
-def main() -> None:
-    """Runs the command line; a user's error is one line on stderr and exit code 2."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line; a user's error is one line on stderr and exit code 2.
+
+    Args:
+        arguments: Arguments after the program's name; those of the process if None.
+    """
     try:
-        app()
+        app(args=list(arguments) if arguments is not None else None)
     except UserError as error:
         print(f"wattgym: error: {error}", file=sys.stderr)
         sys.exit(2)
