@@ -80,6 +80,15 @@ def test_pulse(response: np.ndarray, expected: tuple[float, ...], shift: int) ->
     check(score(PULSE, response), expected, shift)
 
 
+@pytest.mark.parametrize("level", [0.1, 1 / 3, 0.7, -0.9, 1e5 / 3])
+def test_a_constant_response_is_constant_whatever_its_rounding(level: float) -> None:
+    """The mean of thirty 0.7 is not exactly 0.7; what is left must not be correlated."""
+    for response in (np.full(60, level), np.where(np.arange(60) == 50, NAN, level)):
+        result = score(PULSE, response, zero_delay="never")
+        assert (result.correlation, result.delay) == (0, 1)
+        assert score(PULSE, response).window_shift[0] == -1
+
+
 def test_without_the_zero_delay_rule_doing_nothing_earns_a_third() -> None:
     """A9b: why the rule is there."""
     check(score(PULSE, 0 * PULSE, zero_delay="never"), (0, 1, 0, 1 / 3), 0)

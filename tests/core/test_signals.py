@@ -217,6 +217,13 @@ def test_drawn_event_lengths_are_the_recorded_ones_around_the_nominal() -> None:
     assert {draw("emergency", "train", seed, options=fixed).meta["hold_s"] for seed in range(20)} == {600.0}
 
 
+def test_an_event_that_just_fits_begins_at_once() -> None:
+    fixed = EmergencyOptions(lengths="nominal")
+    assert {draw("emergency", "train", s, duration_s=930.0, options=fixed).meta["onset_s"] for s in range(9)} == {0.0}
+    roomy = {draw("emergency", "train", s, duration_s=936.0, options=fixed).meta["onset_s"] for s in range(99)}
+    assert roomy == {0.0, 2.0, 4.0, 6.0}
+
+
 def test_an_event_longer_than_the_episode_begins_in_its_first_half() -> None:
     onsets = []
     for seed in range(50):

@@ -194,8 +194,6 @@ def _status(u: FloatArray, r: FloatArray, starts: NDArray[np.intp], v: PjmVarian
     """Code of each window, shape `(B, M)`, from the signal and the unfilled response."""
     length = v.window_samples
     absent = np.isnan(lead(r, v.grace_samples))
-    if v.grace_samples:
-        absent[..., -v.grace_samples :] = False  # past the end is not missing data
     recorded = 1.0 - windows_of(absent, length)[:, starts].mean(axis=-1)
     status = np.where(recorded < v.min_valid_share - 1e-9, _MISSING, _SCORED)
     run = round(v.outage_s / v.sample_s)
