@@ -138,8 +138,12 @@ def import_command(
 ) -> None:
     """Imports a file so that the catalogue lists and loads it."""
     from wattgym.traces import importers, store
+    from wattgym.traces.kinds import series_kinds
     from wattgym.traces.table import read_trace_file
 
+    known = ["google-power", "pjm-regulation", *series_kinds()]
+    if kind not in known:
+        raise UserError(f"--kind '{kind}' cannot be imported; kinds: {', '.join(known)}")
     folder = out or store.import_folder()
     series_options = {"--id": trace_id, "--split": split, "--column": column, "--time-column": time_column,
                       "--unit": unit, "--time-zone": time_zone}  # fmt: skip

@@ -70,7 +70,7 @@ def import_google_power(
     import pandas as pd
 
     check_policy(gap_policy, max_gap_s)
-    frame = _read_csv(path)
+    frame = _read_csv(path, GOOGLE_ROWS)
     missing = [name for name in GOOGLE_COLUMNS if name not in frame.columns]
     if missing:
         raise UserError(
@@ -90,7 +90,7 @@ def import_google_power(
             f"(one row every {GOOGLE_STEP_US} µs from {GOOGLE_START_US}, in order)"
         )
     if len(frame) != GOOGLE_ROWS:
-        raise UserError(f"{path}: {len(frame)} rows, the month has {GOOGLE_ROWS}; cut short? fetch it again")
+        raise UserError(f"{path}: {len(frame)} rows, the month has {GOOGLE_ROWS}; fetch it again")
     domain = _google_domain(str(domains.iloc[0, 0]), str(domains.iloc[0, 1]))
     columns: dict[str, NDArray[np.float64]] = {}
     attributes: dict[str, int | float | str] = {"import_gap_policy": gap_policy}
@@ -154,7 +154,7 @@ def _pjm_sheets(path: Path, signal: str | None) -> Iterator[tuple[str, pd.DataFr
         named = signal or next((short for sheet, short in PJM_SHEETS.items() if sheet.lower() in lower), None)
         if named is None:
             raise UserError(f"{path}: is this RegD (Dynamic) or RegA (Traditional)? say --signal regd or --signal rega")
-        yield named, _read_csv(path)
+        yield named, _read_csv(path, PJM_ROWS + 1)
         return
     try:
         import openpyxl  # noqa: F401
@@ -260,14 +260,14 @@ def _check_time(cell: Any, row: int, place: str) -> None:
         raise UserError(f"{place}: line {row + 2}: the time is '{cell}', expected {expected}")
 
 
-def _read_csv(path: Path) -> pd.DataFrame:
-    """A CSV file (gzip or plain) with texts left as they are."""
+def _read_csv(path: Path, rows: int) -> pd.DataFrame:
+    """A CSV file (gzip or plain) with texts left as they are; one row more than expected is read, not a huge file."""
     import zlib
 
     import pandas as pd
 
     try:
-        return pd.read_csv(path, dtype=str, keep_default_na=False, encoding="utf-8-sig", compression="infer")
+        return pd.read_csv(path, dtype=str, keep_default_na=False, encoding="utf-8-sig", nrows=rows + 1)
     except (OSError, EOFError, zlib.error, ValueError) as error:
         raise UserError(f"{path}: cannot be read as CSV: {' '.join(str(error).split())}") from None
 
