@@ -39,6 +39,7 @@ class Faults:
         permission_denied: Setters answer as to a user who is not root.
         set_ignored: The limit setter reports success and changes nothing.
         set_delay_s: The limit setter blocks this long before it acts.
+        show_delay_s: A new limit shows, and acts, this much after the setter has returned.
         lost: The GPU fell off the bus.
         unknown_error: Every call fails as in a container that lost its devices.
         stale_sensor: Power and energy stay as last published; their age grows.
@@ -56,6 +57,7 @@ class Faults:
     permission_denied: bool = False
     set_ignored: bool = False
     set_delay_s: float = 0.0
+    show_delay_s: float = 0.0
     lost: bool = False
     unknown_error: bool = False
     stale_sensor: bool = False
@@ -169,8 +171,12 @@ class SimulatedDevice(Device):
                 problem = f"{self._uuid}: power limit {wanted_mw} mW is outside {lowest} … {highest}"
                 raise device_error(NvmlCode.INVALID_ARGUMENT, problem)
             state["writes"] += 1
-            if not state["faults"]["set_ignored"]:
-                self._request(state, now_s, wanted_mw)
+            if state["faults"]["set_ignored"]:
+                return
+            if state["faults"]["show_delay_s"] > 0.0:
+                state["late_mw"], state["late_at_s"] = wanted_mw, now_s + float(state["faults"]["show_delay_s"])
+            else:
+                self._board.request(state, now_s, wanted_mw)
 
     def requested_limit_mw(self) -> int:
         """See `Device.requested_limit_mw`."""
@@ -247,14 +253,14 @@ class SimulatedDevice(Device):
     def write_as_other(self, limit_mw: int) -> None:
         """Another program changes the limit."""
         with self._transaction(healthy=False) as (state, now_s):
-            self._request(state, now_s, checked_limit_mw(limit_mw, self._uuid))
+            self._board.request(state, now_s, checked_limit_mw(limit_mw, self._uuid))
 
     def reload_driver(self) -> None:
         """The driver is unloaded and loaded: limit at its default, clocks unlocked, energy counter at 0."""
         with self._transaction(healthy=False) as (state, now_s):
             state["locked_min_mhz"] = state["locked_max_mhz"] = 0
             state["counter_start_s"], state["counter_start_j"] = now_s, self._board.energy_j(state, now_s)
-            self._request(state, now_s, _milliwatts(self._board.preset.limits_w.default))
+            self._board.request(state, now_s, _milliwatts(self._board.preset.limits_w.default))
 
     # --- inside
 
@@ -280,11 +286,6 @@ class SimulatedDevice(Device):
         Faults().store(state["faults"])
         self._board.start(state, self._clock.now_s())
         return state
-
-    def _request(self, state: State, now_s: float, limit_mw: int) -> None:
-        state["requested_mw"] = limit_mw
-        if math.isinf(state["pending_at_s"]):
-            state["pending_at_s"] = now_s + self._board.dead_time_s
 
     def _constraints_mw(self, state: State) -> tuple[int, int]:
         faults, limits = Faults.load(state["faults"]), self._board.preset.limits_w

@@ -107,6 +107,8 @@ class Board:
         if now_s < state["segment"][int(state["segments"]) - 1]["at_s"] - 1.0:
             state["active_mw"], state["pending_at_s"] = state["requested_mw"], math.inf
             self.start(state, now_s)
+        if state["late_mw"] and state["late_at_s"] <= now_s:
+            self.request(state, float(state["late_at_s"]), int(state["late_mw"]))
         if state["pending_at_s"] <= now_s:
             at_s = float(state["pending_at_s"])
             state["active_mw"], state["pending_at_s"] = state["requested_mw"], math.inf
@@ -117,6 +119,12 @@ class Board:
             final_c = self._final_temperature_c(mean_w)
             state["temperature_c"] = final_c + (state["temperature_c"] - final_c) * math.exp(-elapsed / THERMAL_TAU_S)
             state["temperature_at_s"] = now_s
+
+    def request(self, state: State, at_s: float, limit_mw: int) -> None:
+        """A new requested limit; the board obeys it after its dead time."""
+        state["requested_mw"], state["late_mw"] = limit_mw, 0
+        if math.isinf(state["pending_at_s"]):
+            state["pending_at_s"] = at_s + self.dead_time_s
 
     def retarget(self, state: State, at_s: float, *, commanded: bool) -> None:
         """Takes the state's new limit or load into account from `at_s` on."""

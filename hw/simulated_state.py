@@ -22,7 +22,7 @@ from wattgym.hw.device import DeviceError
 SEGMENTS = 64
 """Changes of target kept; windows of 1 s stay exact up to this many changes a second."""
 
-MAGIC = b"wattgym-sim-1"
+MAGIC = b"wattgym-sim-2"
 
 STATE = np.dtype(
     [
@@ -33,6 +33,8 @@ STATE = np.dtype(
         ("index", "i8"),
         ("demand", "f8"),
         ("requested_mw", "i8"),
+        ("late_mw", "i8"),  # accepted, but not shown yet; 0: none
+        ("late_at_s", "f8"),
         ("active_mw", "i8"),  # the limit that the board obeys by now
         ("pending_at_s", "f8"),  # when the requested limit takes over; infinite: it has
         ("locked_min_mhz", "i8"),
@@ -61,6 +63,7 @@ STATE = np.dtype(
                 ("persistence_off", "?"),
                 ("no_energy_counter", "?"),
                 ("set_delay_s", "f8"),
+                ("show_delay_s", "f8"),
                 ("implausible_power_w", "f8"),  # NaN: none
                 ("bmc_limit_mw", "i8"),  # negative: none, here and below
                 ("floor_w", "f8"),

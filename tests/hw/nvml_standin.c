@@ -179,7 +179,11 @@ static ret_t set_limit(gpu_t *g, unsigned mw) {
     return INVALID_ARGUMENT;
   }
   state->set_calls++;
-  if (!g->silent_set) g->requested_mw = mw;
+  if (g->silent_set) return OK;
+  if (g->show_delay_ms) {
+    g->late_mw = mw;
+    g->late_at_s = now_s() + 0.001 * g->show_delay_ms;
+  } else g->requested_mw = mw;
   return OK;
 }
 
@@ -295,7 +299,7 @@ typedef struct { const char *key; size_t offset; char type; } key_t_;
 static const key_t_ KEYS[] = {
   KEY(load, 'd'), KEY(gain, 'd'), KEY(lost, 'i'), KEY(unknown_error, 'i'), KEY(mig, 'i'), KEY(persistence, 'i'),
   KEY(limit_supported, 'i'), KEY(energy_supported, 'i'), KEY(instant_supported, 'i'), KEY(silent_set, 'i'),
-  KEY(stale_sensor, 'i'), KEY(implausible_mw, 'i'), KEY(set_delay_ms, 'i'), KEY(set_hold_ms, 'i'),
+  KEY(stale_sensor, 'i'), KEY(implausible_mw, 'i'), KEY(set_delay_ms, 'i'), KEY(set_hold_ms, 'i'), KEY(show_delay_ms, 'i'),
   KEY(min_mw, 'i'), KEY(max_mw, 'i'), KEY(requested_mw, 'i'), KEY(out_of_band_mw, 'i'), KEY(locked_min, 'i'),
   KEY(locked_max, 'i'), KEY(clock, 'd'), KEY(power_w, 'd'), KEY(energy_j, 'd'),
 };
@@ -323,6 +327,7 @@ int standin_set(unsigned index, const char *key, double value) {
   else if (!strcmp(key, "driver_reload")) {
     g->requested_mw = 1000 * preset_of(g)->default_w;
     g->energy_j = g->counter_j = 0;
+    g->late_mw = 0;
     g->steps = 0;
     g->history_j[0] = 0;
     g->locked_min = g->locked_max = 0;

@@ -59,11 +59,12 @@ typedef struct {
   int preset;
   /* limits, mW */
   unsigned min_mw, max_mw, requested_mw, out_of_band_mw;
-  unsigned locked_min, locked_max;
+  unsigned locked_min, locked_max, late_mw; /* late: accepted, not shown or obeyed yet; 0 = none */
+  double late_at_s;
   /* switches for tests */
   double load; /* 0 to 1 */
   double gain;
-  unsigned implausible_mw, set_delay_ms, set_hold_ms;
+  unsigned implausible_mw, set_delay_ms, set_hold_ms, show_delay_ms;
   int lost, unknown_error, mig, persistence, limit_supported, energy_supported, instant_supported;
   int silent_set, stale_sensor;
   /* physics */
@@ -161,6 +162,10 @@ static void publish(gpu_t *g, double t) {
 static void advance(gpu_t *g) {
   double now = now_s();
   if (now - g->time_s > LONGEST_CATCH_UP_S) g->time_s = now - LONGEST_CATCH_UP_S;
+  if (g->late_mw && now >= g->late_at_s) {
+    g->requested_mw = g->late_mw;
+    g->late_mw = 0;
+  }
   while (g->time_s + STEP_S <= now) {
     double t = g->time_s + STEP_S;
     set_clock(g, t);

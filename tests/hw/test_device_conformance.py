@@ -59,6 +59,7 @@ STANDIN_BOARDS = {"h100-sxm": "H100", "a40": "A40"}
 STANDIN_KEYS = {
     "permission_denied": lambda on: ("permitted", not on),
     "set_ignored": lambda on: ("silent_set", on),
+    "show_delay_s": lambda seconds: ("show_delay_ms", 1000 * seconds),
     "lost": lambda on: ("lost", on),
     "unknown_error": lambda on: ("unknown_error", on),
     "stale_sensor": lambda on: ("stale_sensor", on),
@@ -243,6 +244,17 @@ def test_a_set_that_does_nothing_is_caught_by_reading_back(bench):
     bench.device.set_power_limit_mw(400_000)
     assert bench.device.requested_limit_mw() == 700_000
     assert bench.writes() == 1
+
+
+def test_a_limit_may_show_later_than_it_was_set(bench):
+    bench.fault(show_delay_s=0.2)
+    bench.device.set_power_limit_mw(400_000)
+    assert bench.device.requested_limit_mw() == 700_000
+    bench.advance(0.1)
+    assert bench.device.requested_limit_mw() == 700_000
+    bench.advance(0.15)
+    assert bench.device.requested_limit_mw() == 400_000
+    assert bench.device.enforced_limit_mw() == 400_000
 
 
 def test_driver_reload_forgets_limit_and_energy(bench):

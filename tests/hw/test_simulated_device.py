@@ -17,6 +17,7 @@ from wattgym.errors import UserError
 from wattgym.hw.clock import VirtualClock
 from wattgym.hw.device import DeviceError, DeviceLostError, PowerKind
 from wattgym.hw.presets import load_presets
+from wattgym.hw.restore import wait_for_limit_mw
 from wattgym.hw.simulated import Faults, SimulatedDevice
 from wattgym.hw.voltage import PowerCurve
 
@@ -189,6 +190,16 @@ def test_a_setter_that_blocks_takes_its_time_on_the_device_clock():
     device.set_power_limit_mw(200_000)
     assert clock.now_s() - before_s == pytest.approx(0.510)
     assert device.requested_limit_mw() == 200_000
+
+
+@pytest.mark.parametrize(("delay_s", "seen_mw"), [(0.0, 400_000), (0.15, 400_000), (30.0, 700_000)])
+def test_a_read_back_waits_for_a_limit_that_shows_late(delay_s, seen_mw):
+    device = SimulatedDevice("h100-sxm")  # on the real clock, as the waiting is
+    device.inject(Faults(show_delay_s=delay_s))
+    device.set_power_limit_mw(400_000)
+    seen, retries = wait_for_limit_mw(device, 400_000, enforced=True)
+    assert seen == seen_mw
+    assert (retries > 0) == (delay_s > 0)
 
 
 def test_a_stale_sensor_ages():
