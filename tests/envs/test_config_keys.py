@@ -1,0 +1,148 @@
+"""Every configuration key changes what an episode looks like; a key that nothing reads fails here."""
+
+import numpy as np
+import pytest
+from pydantic import BaseModel
+
+from wattgym.envs.config import PowerShapingConfig
+from wattgym.envs.power_shaping import PowerShapingEnv
+from wattgym.errors import UserError
+
+BASE = {
+    "site": {"jobs": 2, "surfaces": ("a40/bert_base_squad/b72",), "control_delay_periods": (0, 0), "command_loss": 0.0},
+    "episode_s": 120.0,
+}
+REGA = {"signal": {"families": {"rega": 1.0}}}
+TRACE = {"signal": {"trace": "rega"}}
+RESIDUAL = {"action": {"kind": "residual"}}
+OFFER = {"base": 0.5, "capacity": 0.3, "of": "band"}
+OFFERED = {"signal": {"offers": {"synthetic_regd": OFFER}}}
+FAST = {"period_s": 1.0, "rules": {"raise_window_s": 1.0}}
+
+# Key: another valid value, and what else to set for both (the key needs it, or shows only with it).
+ALTERNATIVES = {
+    "site.jobs": (3, {}),
+    "site.surfaces": ("train", {}),
+    "site.gpus_per_job": ((1, 64), {"site": {"jobs": 6}}),  # shares of the site, so jobs must differ
+    "site.phase_families": (("lora_64xh100",), {"site": {"phase_families": ("gpt3_512xh100",)}}),
+    "site.randomise": (0.2, {}),
+    "site.power_spread": (0.2, {}),
+    "site.sensor": ("instant", {}),
+    "site.control_delay_periods": ((2, 2), {}),
+    "site.command_loss": (0.5, {}),
+    "site.host_w_per_gpu": (200.0, {}),
+    "signal.families": ({"rega": 1.0}, {}),
+    "signal.split": ("test", REGA),
+    "signal.trace": ("rega", {}),
+    "signal.start_s": (3600.0, TRACE),
+    "signal.offers": ({"synthetic_regd": OFFER}, {}),
+    "signal.offers.*.base": (0.6, OFFERED),
+    "signal.offers.*.capacity": (0.2, OFFERED),
+    "signal.offers.*.of": ("base", {"signal": {"offers": {"synthetic_regd": {**OFFER, "capacity": 0.1}}}}),
+    "action.kind": ("delta", {}),
+    "action.scale": (0.1, RESIDUAL),
+    "observation.preview_periods": (2, {}),
+    "observation.error_history": (1, {}),
+    "observation.command_history": (1, {}),
+    "observation.integral_leak": (0.5, {}),
+    "reward.tracking": (2.0, {}),
+    "reward.huber": (0.5, {}),
+    "reward.throughput": (0.0, {}),
+    "reward.actuation": (0.0, {}),
+    "reward.violation": (0.0, {}),
+    # A period can't be shorter than the interval, so this key acts by refusing.
+    "rules.interval_s": (4.0, {"rules": {"raise_window_s": 4.0}}),
+    "rules.dead_band_w": (60.0, {}),
+    "rules.dead_band_fraction": (0.2, {}),
+    "rules.raise_fraction_per_s": (0.05, {}),
+    "rules.raise_window_s": (3.0, FAST),
+    "rules.floor_fraction": (0.7, {}),
+    "rules.ceiling_fraction": (0.8, {}),
+    "period_s": (4.0, {}),
+    "episode_s": (60.0, {}),
+}
+
+
+def leaves(model, prefix=""):
+    """Dotted names of every leaf key, `*` for the keys of mappings to models."""
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from leaves(kind, f"{prefix}{name}.")
+            continue
+        yield prefix + name
+        for part in getattr(kind, "__args__", ()):
+            if isinstance(part, type) and issubclass(part, BaseModel):
+                yield from leaves(part, f"{prefix}{name}.*.")
+
+
+def merged(*layers):
+    result = {}
+    for layer in layers:
+        for key, value in layer.items():
+            both = isinstance(value, dict) and isinstance(result.get(key), dict)
+            result[key] = merged(result[key], value) if both else value
+    return result
+
+
+def nested(key, value):
+    for name in reversed(key.split(".")):
+        value = {"synthetic_regd" if name == "*" else name: value}
+    return value
+
+
+def trajectory(data):
+    """Everything an agent meets in one episode, or the message that refuses it."""
+    try:
+        env = PowerShapingEnv(data)
+        observation, _ = env.reset(seed=7)
+    except UserError as error:
+        return str(error)
+    rng, met, over, action = np.random.default_rng(1), [observation], False, None
+    tick = 0
+    while not over:
+        if tick % 4 == 0:  # held for some periods, so that allowances that build up show
+            action = rng.choice([-1.0, -0.5, 0.4, 1.0], env.action_space.shape).astype(np.float32)
+        observation, reward, terminated, over, _ = env.step(action)
+        assert not terminated
+        met += [observation, np.array([reward])]
+        tick += 1
+    return np.concatenate(met)
+
+
+@pytest.mark.parametrize("key", sorted(set(leaves(PowerShapingConfig)) | set(ALTERNATIVES)))
+def test_every_key_has_an_effect(key):
+    assert key in ALTERNATIVES, f"{key} is new: say here which other value shows its effect"
+    assert key in set(leaves(PowerShapingConfig)), f"{key} is no key any more"
+    value, context = ALTERNATIVES[key]
+    base = merged(BASE, context)
+    # A mapping's other value replaces the default rather than joining it; nothing in BASE gives mappings.
+    before, after = trajectory(base), trajectory(merged(base, nested(key, value)))
+    assert not isinstance(before, str), before
+    if isinstance(after, str):
+        assert key == "rules.interval_s"
+        assert "shorter than rules.interval_s" in after
+    else:
+        assert not np.array_equal(before, after), f"{key} changes nothing"
+
+
+def test_the_same_configuration_gives_the_same_trajectory():
+    np.testing.assert_array_equal(trajectory(BASE), trajectory(BASE))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"sight": {}}, "unknown key 'sight', did you mean 'site'"),
+        ({"site": {"job": 3}}, "unknown key 'site.job', did you mean 'jobs'"),
+        ({"rules": {"floor_fractoin": 0.4}}, "unknown key 'rules.floor_fractoin', did you mean 'floor_fraction'"),
+        ({"signal": {"offers": {"regd": {"base": 0.5, "capcity": 0.3}}}}, "did you mean 'capacity'"),
+        ({"signal": {"start_s": 60.0}}, "start_s needs trace"),
+        ({"signal": {"trace": "rega", "families": {"regd": 1.0}}}, "trace and families exclude each other"),
+        ({"signal": {"families": {"recorded": 1.0}}}, "unknown signal family 'recorded'"),
+        ({"action": {"scale": 0.1}}, "scale has no meaning for kind 'absolute'"),
+    ],
+)
+def test_misspelt_and_unread_keys_are_refused(data, message):
+    with pytest.raises(UserError, match=message):
+        PowerShapingEnv(data)
