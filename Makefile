@@ -1,0 +1,39 @@
+# Two commands do everything on a fresh machine: `make quickstart` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+OUT ?= quickstart
+# Small networks and many small arrays: one thread each is fastest, and two OpenMP threads on a busy core are far slower.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: quickstart test lint types check bench clean
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch -e ".[dev]"
+	touch $@
+
+quickstart: $(VENV)/.installed
+	$(BIN)/python train_controller.py --config configs/quickstart.yaml --out $(OUT)/learned --resume
+	$(BIN)/wattgym evaluate $(OUT)/learned --baselines all --split test --out $(OUT)/evaluation
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# Folders map onto wattgym.*, so types are checked on an installed copy.
+types: $(VENV)/.installed
+	rm -rf build/typed
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target build/typed .
+	MYPYPATH=build/typed $(BIN)/mypy -p wattgym
+
+check: lint types test
+
+bench: $(VENV)/.installed
+	$(BIN)/python benchmarks/emulator.py
+
+clean:
+	rm -rf $(VENV) build $(OUT) *.egg-info
