@@ -153,8 +153,8 @@ class PowerShaping:
             raise UserError(
                 f"actions have shape {action.shape}; valid: {self._range.shape}, one number per environment and job"
             )
-        # One NaN or infinity makes the sum of all NaN or infinite.
-        if not np.isfinite(action.sum()) and not (finite := np.isfinite(action)).all():
+        finite = np.isfinite(action)
+        if not finite.all():
             where = np.argwhere(~finite)[0]
             raise UserError(
                 f"action of environment {where[0]}, job {where[1]} is {action[tuple(where)]}; valid: -1 to 1"

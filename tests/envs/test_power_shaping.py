@@ -30,7 +30,7 @@ VARIANTS = [
     {"action": {"kind": "delta", "scale": 0.1}},
     {"action": {"kind": "residual", "scale": 1.0}, "observation": {"preview_periods": 8, "error_history": 1}},
     {"period_s": 0.5, "rules": {"interval_s": 0.5}, "episode_s": 60.0},
-    {"period_s": 10.0, "episode_s": 10.0},
+    {"period_s": 10.0, "episode_s": 20.0},
     {"rules": {"floor_fraction": 0.0, "raise_fraction_per_s": 10.0}, "site": {"randomise": 0.0}},
 ]
 
@@ -188,7 +188,7 @@ def test_non_finite_actions_are_refused_and_leave_the_plant_alone(value, kind):
         assert ours[1] == theirs[1]
 
 
-def test_huge_finite_actions_whose_sum_overflows_are_clipped_not_refused():
+def test_huge_finite_actions_are_clipped_not_refused():
     env = PowerShapingEnv()
     env.reset(seed=0)
     observation, *_ = env.step(np.full(4, 1e308))
