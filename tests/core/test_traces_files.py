@@ -405,3 +405,62 @@ def test_filling_keeps_every_known_sample_and_leaves_no_hole(values, policy):
     if longest:
         with pytest.raises(UserError, match="at most"):
             fill_gaps(array, 1.0, policy, limit_s - 0.5, "x")
+
+
+WORDS = """
+    time r , ; " 0 1 2 1e308 -1e308 1e-320 - nan inf x 24:00:00 23:59:58 00:00 2024-03-31 2024-03-31T02:30:00
+    +02:00 Z 9999-12-31 0001-01-01 +99:99 . 1_0 ٣ # 0.5 1,5 €
+"""
+TOKENS = st.sampled_from([*WORDS.split(), "\ufeff", "\0", " ", "\t", "\n", "\r\n", "\r"])
+
+
+@settings(LENIENT, max_examples=400)
+@given(
+    st.booleans(),
+    st.lists(TOKENS, max_size=40).map("".join) | st.text(max_size=40),
+    st.sampled_from(
+        [{}, {"kind": "regulation"}, {"time_zone": "Europe/Berlin"}, {"gap_policy": "hold", "max_gap_s": 1e9}]
+    ),
+)
+def test_no_text_whatever_breaks_the_reader(write, header, text, options):
+    path = write(("time,r\n" if header else "") + text)
+    found = [f for f in check_file(path, **options) if f.level == "error"]
+    if not found:
+        assert np.isfinite(read_trace_file(path, **options).values).all()
+
+
+@LENIENT
+@given(st.binary(max_size=200))
+def test_no_bytes_whatever_break_the_reader(write, data):
+    path = write(data)
+    for prefix in (b"", b"\x1f\x8b", b"PAR1", b"t_s,r\n"):
+        path.write_bytes(prefix + data)
+        assert isinstance(check_file(path), list)
+
+
+TIME_CELLS = st.sampled_from(
+    """
+    0 2 4 6 1e308 -1e308 1e-320 nan inf 24:00:00 23:59:56 23:59:58 00:00:02 2024-03-31 2024-03-31T02:30:00
+    2024-03-31T02:00:00 2024-10-27T02:00:00 2024-10-27T02:30:00 2024-10-27T03:00:00+02:00 2024-10-27T03:00:00Z
+    2024-03-31T24:00 9999-12-31 0001-01-01 1_0 ٣
+    """.split()  # noqa: SIM905
+)
+VALUE_CELLS = st.sampled_from(["0", "0.5", "", "nan", "inf", "1e308", "x", "1,5", "1_0", "٣"])
+
+
+@settings(LENIENT, max_examples=300)
+@given(
+    st.lists(st.tuples(TIME_CELLS | st.just(""), VALUE_CELLS), max_size=6),
+    st.sampled_from(
+        [
+            {},
+            {"kind": "power", "unit": "MW"},
+            {"time_zone": "Europe/Berlin"},
+            {"gap_policy": "interpolate", "max_gap_s": 1e300},
+        ]
+    ),
+)
+def test_no_mixture_of_cells_breaks_the_reader(write, rows, options):
+    path = write("time;r\n" + "".join(f"{time};{value}\n" for time, value in rows))
+    if not [f for f in check_file(path, **options) if f.level == "error"]:
+        assert np.isfinite(read_trace_file(path, **options).values).all()

@@ -99,7 +99,10 @@ def _read_csv(
     delimiter = max(",;\t", key=first.count)
     if delimiter != ",":
         findings.note("delimiter", f"columns are separated by {'tab' if delimiter == chr(9) else repr(delimiter)}")
-    header = [name.strip() for name in next(csv.reader([first], delimiter=delimiter))]
+    try:
+        header = [name.strip() for name in next(csv.reader([first], delimiter=delimiter, strict=True))]
+    except csv.Error as error:
+        raise UserError(f"line 1 is not readable as CSV: {error}") from None
     if all(_NUMBER_OR_TIME.fullmatch(name) for name in header):
         raise UserError(
             f"line 1 holds data ({first.strip()[:60]}), not column names; put a header such as t_s,value on top"

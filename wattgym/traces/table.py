@@ -127,7 +127,9 @@ def _read(path: Path, wanted: _Wanted, findings: Findings) -> Trace | None:
         findings.error("file", str(error))
         return None
     keep = times.keep
-    seconds, values, rows, broken = times.seconds[keep], raw.values[keep] * factor, raw.rows[keep], raw.broken[keep]
+    with np.errstate(over="ignore"):  # what becomes infinite is reported as out of range
+        values = raw.values[keep] * factor
+    seconds, rows, broken = times.seconds[keep], raw.rows[keep], raw.broken[keep]
     interval_s = _check_steps(seconds, rows, raw, times, findings)
     if wanted.kind is not None:
         _check_range(values, rows, raw.value_column, wanted.kind, findings)
@@ -161,7 +163,7 @@ def _check_steps(
     seconds: Floats, rows: NDArray[np.int64], raw: RawColumns, times: Times, findings: Findings
 ) -> float | None:
     """Reports steps that are not forward or not a whole number of intervals; returns the interval if all are."""
-    steps = np.diff(seconds)
+    steps = _steps(seconds)
     forward = steps[steps > 0]
     if not forward.size:
         if np.isnan(seconds).any():
@@ -196,6 +198,12 @@ def _check_steps(
     if duplicate.size or backward.size or uneven.size or np.isnan(seconds).any():
         return None
     return _settled_interval(seconds, whole, interval_s, raw.time_column, findings)
+
+
+def _steps(seconds: Floats) -> Floats:
+    """Time from each row to the next; no clock resolves less than a nanosecond."""
+    steps = np.diff(seconds)
+    return np.where(np.abs(steps) < 1e-9, 0.0, steps)
 
 
 def _usual_step(forward: Floats) -> float:
@@ -249,7 +257,7 @@ def _report_missing(
     """Names empty cells and gaps of a file whose times are too broken to place its samples."""
     missing = rows[np.isnan(values) & ~broken]
     findings.errors("missing-value", missing, lambda _: "the cell is empty or NaN", raw.value_column)
-    steps = np.diff(seconds)
+    steps = _steps(seconds)
     interval_s = _usual_step(steps[steps > 0]) if (steps > 0).any() else np.inf
     whole = np.rint(steps / interval_s)
     gaps = np.flatnonzero((whole > 1) & (np.abs(steps / interval_s - whole) <= _JITTER))

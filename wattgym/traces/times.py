@@ -21,6 +21,8 @@ _ISO = r"^(\d{4}-\d{2}-\d{2})(?:[T ](\d{2}:\d{2}(?::\d{2}(?:\.\d+)?)?)\s?(Z|z|[+
 _END_OF_DAY = r"24:00(?::00(?:\.0+)?)?"
 _SCALES = {"_us": 1e-6, "_ms": 1e-3, "_ns": 1e-9}
 DAY_S = 86_400.0
+# Nanoseconds since 1970 fit well below; differences of larger numbers could overflow.
+_LATEST = 1e20
 
 
 @dataclass
@@ -87,11 +89,12 @@ def _floats(texts: list[str]) -> Floats:
 def _plain_seconds(seconds: Floats, raw: RawColumns, findings: Findings, time_zone: str | None) -> Times:
     if time_zone is not None:
         raise UserError(f"column '{raw.time_column}' holds plain numbers; a time zone does not apply to them")
-    _report(~np.isfinite(seconds) & ~raw.ragged, raw, findings, "'{}' is not a number of seconds, as the first row is")
+    seconds = np.where(np.abs(seconds) <= _LATEST, seconds, np.nan)
+    _report(np.isnan(seconds) & ~raw.ragged, raw, findings, "'{}' is not a number of seconds, as the first row is")
     factor = next((f for suffix, f in _SCALES.items() if raw.time_column.lower().endswith(suffix)), 1.0)
     if factor != 1.0:
         findings.note("time-unit", f"times were multiplied by {factor:g} to get seconds", column=raw.time_column)
-    seconds = np.where(np.isfinite(seconds), seconds, np.nan) * factor
+    seconds = seconds * factor
     return Times(seconds, np.ones(seconds.size, dtype=bool), None, f"seconds of column '{raw.time_column}'", False)
 
 
