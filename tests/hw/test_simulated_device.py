@@ -219,11 +219,12 @@ def test_an_unreachable_floor_can_be_raised():
     assert device.true_power_w() == pytest.approx(240.0, rel=1e-6)
 
 
-def test_the_driver_may_count_differently():
-    clock = VirtualClock()
-    device = SimulatedDevice(clock=clock, index=2)
-    assert device.info().index == 2
-    assert device.info().uuid == "SIM-h100-sxm-2"
+def test_the_driver_may_count_differently(tmp_path):
+    device = SimulatedDevice(index=2, state_path=tmp_path / "gpu")
+    assert (device.info().index, device.info().uuid) == (2, "SIM-h100-sxm-2")
+    device.inject(Faults(nvml_index=5))
+    again = SimulatedDevice.attach(device.state_path)
+    assert (again.info().index, again.info().uuid) == (5, "SIM-h100-sxm-2")
 
 
 def test_a_lost_device_goes_on_drawing_power():
