@@ -94,7 +94,8 @@ class RemoteDevice(Device):
             arguments["uuid"] = self._uuid
         try:
             with self._mutex:
-                self._line.send({"op": op, **arguments})
+                with contextlib.suppress(BrokenPipeError):  # it hung up; why may be there to read
+                    self._line.send({"op": op, **arguments})
                 line = self._line.receive()
             answer = json.loads(line) if line is not None else None
         except (OSError, ValueError) as error:

@@ -147,8 +147,8 @@ class GuardServer:
         self._state_dir.make()
         self._audit = AuditLog(self._state_dir.audit_path)
         self._threads: dict[threading.Thread, _Client] = {}
-        self._wake, self._woken = socket.socketpair()
         self._listener = _listen(self._path, self._access)
+        self._wake, self._woken = socket.socketpair()
         self._operations: dict[str, Callable[[_Client, dict[str, Any]], dict[str, Any]]] = {
             "hello": self._hello,
             "info": lambda client, request: {"info": pack(self._device(request).info())},

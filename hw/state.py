@@ -14,6 +14,7 @@ import os
 import re
 import sys
 import tempfile
+import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from wattgym.errors import UserError
 
 STATE_DIR_VARIABLE = "WATTGYM_STATE_DIR"
 VERSION = 1
+DYING_S = 1.0
+"""How long the lock of a killed process is waited for, s: its threads may still be on their way out."""
 
 
 class LockedError(UserError):
@@ -285,14 +288,15 @@ class DeviceLock:
                 f"{self._path}: cannot open the lock file ({error.strerror}), so nothing was changed"
             ) from None
         last = read_holder(self._path)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(descriptor)
-            who = f"PID {last.pid} ({last.program})" if last else "another process"
-            raise LockedError(
-                f"{self._path.stem}: {who} already controls this device; stop it first, nothing was changed"
-            ) from None
+        end = time.monotonic() + DYING_S
+        while not _try_lock(descriptor):
+            if last is None or is_alive(last.pid) or time.monotonic() > end:
+                os.close(descriptor)
+                who = f"PID {last.pid} ({last.program})" if last else "another process"
+                raise LockedError(
+                    f"{self._path.stem}: {who} already controls this device; stop it first, nothing was changed"
+                )
+            time.sleep(0.01)
         self._descriptor = descriptor
         program = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python"
         self._write(json.dumps({"pid": os.getpid(), "session": self._session, "program": program}))
@@ -315,6 +319,23 @@ class DeviceLock:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and was not yet collected does not."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] not in "ZX"
 
 
 def read_holder(path: Path) -> LockHolder | None:

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
+
 from wattgym.hw.limits import CommandRules, Decision, ShapedLimits, shape_command_w
 
 H100 = {"min_w": 200.0, "max_w": 700.0, "default_w": 700.0}
