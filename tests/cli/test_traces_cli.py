@@ -155,7 +155,9 @@ def test_import_refuses_and_leaves_nothing(tmp_path):
     out = tmp_path / "out"
     message = refused("import", path, "--kind", "regulation", "--out", out)
     assert "line 2, column 'r': 7 is outside [-1, 1]" in message
-    assert "kinds: google-power, pjm-regulation, regulation" in refused("import", path, "--kind", "nonsense", "--out", out)
+    assert "kinds: google-power, pjm-regulation, regulation" in refused(
+        "import", path, "--kind", "nonsense", "--out", out
+    )
     assert "--id does not apply" in refused("import", path, "--kind", "google-power", "--id", "x", "--out", out)
     assert "--signal applies to" in refused("import", path, "--kind", "regulation", "--signal", "regd", "--out", out)
     assert "not a power domain" in refused("import", path, "--kind", "google-power", "--out", out)
@@ -164,3 +166,17 @@ def test_import_refuses_and_leaves_nothing(tmp_path):
     (tmp_path / "blocked").write_text("")
     assert "cannot write" in refused("import", path, "--kind", "regulation", "--out", tmp_path / "blocked" / "x")
     assert not out.exists()
+
+
+def test_the_command_ends_with_one_line_and_code_2(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("t_s,r\n0,7\n2,0\n")
+    for arguments in (["import", path, "--kind", "regulation"], ["show", "nothing"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "wattgym", "traces", *arguments], capture_output=True, text=True, cwd=tmp_path
+        )
+        assert done.returncode == 2
+        assert done.stdout == ""
+        assert done.stderr.startswith("wattgym: error: ")
+        assert done.stderr.count("\n") == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["a.csv"]
