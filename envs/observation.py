@@ -189,12 +189,11 @@ class ObservationBuilder:
 
     def _signal_features(self, spec: PlantSpec, targets_w: FloatArray, base_w: FloatArray) -> FloatArray:
         """The leading features, which follow from the signal alone, for every period, shape `(T, B, features)`."""
+        from scipy.signal import lfilter
+
         signal = (base_w[:, None] - targets_w) * self._per_capacity[:, None]
-        level = np.empty_like(signal)
-        mean = np.abs(signal[:, 0])
-        for k in range(signal.shape[1]):
-            mean = self._leak * mean + (1.0 - self._leak) * np.abs(signal[:, k])
-            level[:, k] = mean
+        size = np.abs(signal)
+        level, _ = lfilter([1.0 - self._leak], [1.0, -self._leak], size, axis=1, zi=self._leak * size[:, :1])
         change = np.diff(targets_w, axis=1, prepend=targets_w[:, :1]) * self._per_capacity[:, None]
         last = signal.shape[1] - 1
         ahead = [

@@ -8,24 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from wattgym.phase import Phase as Phase
+
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
-
-
-class Phase(IntEnum):
-    """What a training job does; only COMPUTE makes training progress."""
-
-    LOAD = 0
-    COMPUTE = 1
-    EVALUATE = 2
-    CHECKPOINT = 3
-    IDLE = 4
 
 
 @dataclass(frozen=True, eq=False)

@@ -33,12 +33,7 @@ class Decision(IntFlag):
     RAISE_LIMITED = 16
 
 
-_LOW, _HIGH, _SOON, _BANDED, _RAISE = (
-    np.uint8(d)
-    for d in (
-        Decision.CLIPPED_LOW, Decision.CLIPPED_HIGH, Decision.TOO_SOON, Decision.DEAD_BANDED, Decision.RAISE_LIMITED
-    )
-)  # fmt: skip
+_BITS = len(Decision)
 
 
 class CommandRules(FrozenModel):
@@ -128,22 +123,26 @@ class ShapedLimits:
             The command, W, and a bit mask of `Decision` values, both of the arguments' shape.
         """
         command, target, held, early = self._shape(requested_w, last_w, elapsed_s)
-        clipped = (target > requested_w) * _LOW | (target < requested_w) * _HIGH
-        decisions: ByteArray = clipped | np.where(held, _BANDED, (command < target) * _RAISE)
-        if early.any():
-            decisions = np.where(early, clipped | _SOON, decisions)
+        flags = np.empty((_BITS, *command.shape), dtype=np.bool_)  # a row for each bit, lowest first
+        np.greater(target, requested_w, out=flags[0, ...])
+        np.less(target, requested_w, out=flags[1, ...])
+        flags[2] = early
+        np.greater(held, early, out=flags[3, ...])
+        np.greater(command < target, held | early, out=flags[4, ...])
+        decisions: ByteArray = np.packbits(flags, axis=0, bitorder="little")[0]
         return command, decisions
 
     def _shape(
         self, requested_w: FloatArray, last_w: FloatArray, elapsed_s: Any
     ) -> tuple[FloatArray, FloatArray, Any, Any]:
-        target = np.minimum(np.maximum(requested_w, self.low_w), self.high_w)
-        step = self.raise_w_per_s * np.minimum(elapsed_s, self.rules.raise_window_s)
+        """The command, what it heads for, and whether the dead band or the interval holds it back."""
+        counted_s = np.minimum(elapsed_s, self.rules.raise_window_s)
         # The hair's breadth keeps ten ticks of 0.1 s from counting as less than one second.
         early = np.less(elapsed_s, self.rules.interval_s - 1e-9)
-        held = np.less(np.abs(target - last_w), self.dead_band_w)
-        command = np.where(held | early, last_w, np.minimum(target, last_w + step))
-        return command, target, held, early
+        target = np.minimum(np.maximum(requested_w, self.low_w), self.high_w)
+        held = np.abs(target - last_w) < self.dead_band_w
+        raised = np.minimum(target, last_w + self.raise_w_per_s * counted_s)
+        return np.where(held | early, last_w, raised), target, held, early
 
 
 def shape_command_w(

@@ -27,7 +27,7 @@ class Emulator:
     """
 
     _limit: FloatArray
-    _elapsed: float | FloatArray
+    _elapsed: FloatArray
     _track_elapsed: bool
     _decisions: NDArray[np.uint8]
     _age: FloatArray
@@ -160,8 +160,7 @@ class Emulator:
 
     def _set_tables(self, site: DrawnSite) -> None:
         n = self._n
-        self._table_ceiling = site.ceiling_w.reshape(n * GRID)
-        self._table_speed = site.speed.reshape(n * GRID)
+        self._table = np.stack([site.ceiling_w.reshape(n * GRID), site.speed.reshape(n * GRID)])
         self._table_base = np.arange(n) * GRID
         self._low = site.shaped.low_w.reshape(n)
         self._per_watt = (GRID - 1) / np.maximum(site.shaped.high_w - site.shaped.low_w, 1e-9).reshape(n)
@@ -192,12 +191,12 @@ class Emulator:
         self._limit = site.default_limit_w
         # Time since the last write matters only where a raise allowance can outlast the period.
         self._track_elapsed = self._config.rules.raise_window_s > period + 1e-9
-        self._elapsed = period
-        if self._track_elapsed:
-            self._elapsed = np.full(self._shape, self._config.rules.raise_window_s)
-        self._delay = site.delay.reshape(n)
-        depth = int(self._delay.max()) + 1
+        self._elapsed = np.full(self._shape, self._config.rules.raise_window_s if self._track_elapsed else period)
+        # A ring of the commands sent, and for each of its slots where the commands that arrive now lie in it.
+        delay = site.delay.reshape(n)
+        depth = int(delay.max()) + 1
         self._sent = np.repeat(self._limit.reshape(1, n), depth, axis=0)
+        self._arriving = [(slot - delay) % depth * n + self._columns for slot in range(depth)]
         self._decisions = np.zeros(self._shape, dtype=np.uint8)
         self._age = np.zeros(self._shape[0])
 
@@ -223,10 +222,14 @@ class Emulator:
         ripples = [f.ripple for f in self._library.families]
         family = self._site.family.reshape(n)
         self._has_ripple = any(r is not None for r in ripples)
-        self._ripple_period = np.array([r.period_s if r else 1.0 for r in ripples])[family]
-        self._ripple_dip = np.array([r.dip_s if r else 0.0 for r in ripples])[family]
+        # Two equal rows each: arithmetic on equal shapes is several times faster than broadcasting.
+        self._ripple_period = np.tile(np.array([r.period_s if r else 1.0 for r in ripples])[family], (2, 1))
+        self._ripple_dip = np.tile(np.array([r.dip_s if r else 0.0 for r in ripples])[family], (2, 1))
         gain = np.array([f.gpu_gain for f in self._library.families])[family]
-        self._ripple_depth = np.array([r.depth if r else 0.0 for r in ripples])[family] * gain
+        depth = np.array([r.depth if r else 0.0 for r in ripples])[family] * gain
+        self._ripple_depth = depth / self._config.period_s
+        self._steps_per_s = 1.0 / self._ripple_period
+        self._ripple_left = np.empty((2, n))
 
     def _enter(self, jobs: IntArray) -> None:
         """Brings the phase-dependent arrays of some jobs up to date with their segment."""
@@ -257,39 +260,32 @@ class Emulator:
         """Mean depth over the coming period of the dip at the end of each optimiser step."""
         if not self._has_ripple:
             return 0.0
-        period = self._config.period_s
-        overlap = self._dip_left_s(self._left) - self._dip_left_s(np.maximum(self._left - period, 0.0))
-        dip: FloatArray = self._ripple_depth * overlap / period
+        # Dips within what is left of the segment, now and a period later.
+        left = self._ripple_left
+        left[0] = self._left
+        np.subtract(self._left, self._config.period_s, out=left[1])
+        np.maximum(left[1], 0.0, out=left[1])
+        steps = np.floor(left * self._steps_per_s)
+        dip_s = steps * self._ripple_dip
+        dip_s += np.minimum(left - steps * self._ripple_period, self._ripple_dip)
+        dip: FloatArray = (dip_s[0] - dip_s[1]) * self._ripple_depth
         return dip
-
-    def _dip_left_s(self, left_s: FloatArray) -> FloatArray:
-        """Seconds of dips within what is left of the segment."""
-        steps = np.floor(left_s / self._ripple_period)
-        dip_s: FloatArray = steps * self._ripple_dip + np.minimum(
-            left_s - steps * self._ripple_period, self._ripple_dip
-        )
-        return dip_s
 
     def _in_force(self) -> tuple[FloatArray, FloatArray]:
         """Ceiling and speed under the command that arrives in this period."""
-        depth = self._sent.shape[0]
-        slot = self._tick % depth
+        slot = self._tick % len(self._arriving)
         self._sent[slot] = self._limit.reshape(self._n)
-        if depth == 1:
-            return self._lookup(self._sent[0])
-        return self._lookup(self._sent[(slot - self._delay) % depth, self._columns])
+        return self._lookup(self._sent.take(self._arriving[slot]))
 
     def _lookup(self, limit_w: FloatArray) -> tuple[FloatArray, FloatArray]:
         x = (limit_w - self._low) * self._per_watt
         index = np.minimum(x.astype(np.intp), GRID - 2)
         x -= index
         index += self._table_base
-        ceiling = self._table_ceiling[index]
-        speed = self._table_speed[index]
+        value = self._table.take(index, axis=1)
         index += 1
-        ceiling += x * (self._table_ceiling[index] - ceiling)
-        speed += x * (self._table_speed[index] - speed)
-        return ceiling, speed
+        value += x * (self._table.take(index, axis=1) - value)
+        return value[0], value[1]
 
     def _read_sensor(self, energy: FloatArray) -> FloatArray:
         history = self._window_energy.shape[0]
