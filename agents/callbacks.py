@@ -17,8 +17,8 @@ from wattgym.envs.reward import TERMS
 from wattgym.envs.vector import PowerShapingVecEnv
 
 
-class StopTraining(Exception):  # noqa: N818 (it is no error)
-    """Raised at a rollout's start, where a checkpoint continues exactly."""
+class StopTraining(KeyboardInterrupt):
+    """Raised at a rollout's start, where a checkpoint continues exactly; a Ctrl-C that has been dealt with."""
 
 
 class StopFlag(Protocol):
@@ -30,7 +30,18 @@ class StopFlag(Protocol):
 class TrainingCallback(BaseCallback):
     """Validates, saves and reports at the start of rollouts, when model and environment are consistent."""
 
-    def __init__(self, config: TrainingConfig, folder: Path, stop: StopFlag, progress: bool) -> None:
+    def __init__(
+        self, config: TrainingConfig, folder: Path, validation: Validation, stop: StopFlag, progress: bool
+    ) -> None:
+        """Prepares for a training.
+
+        Args:
+            config: The training's configuration.
+            folder: Run folder.
+            validation: What policies are compared on.
+            stop: Looked at before each rollout.
+            progress: Show a progress bar on stderr.
+        """
         super().__init__()
         self.best_reward: float | None = None
         self._config = config
@@ -38,11 +49,9 @@ class TrainingCallback(BaseCallback):
         self._stop = stop
         self._show = progress
         self._bar: Any = None
-        self._validation: Validation | None = None
+        self._validation = validation
         self._next_validation = config.validation.every_steps
         self._next_checkpoint = config.train.checkpoint_steps
-        self._sums = np.zeros(len(TERMS) + 3)
-        self._count = 0
 
     def restore(self, state: dict[str, Any]) -> None:
         """Takes up the schedule of an interrupted run."""
@@ -50,9 +59,9 @@ class TrainingCallback(BaseCallback):
         self._next_validation = state["next_validation"]
         self._next_checkpoint = state["next_checkpoint"]
 
-    def finish(self, model: Any) -> None:
+    def finish(self) -> None:
         """Last validation and checkpoint of a completed training."""
-        self.model = model
+        self._update_bar()
         self._validate()
         self._checkpoint()
 
@@ -62,6 +71,7 @@ class TrainingCallback(BaseCallback):
             self._bar.close()
 
     def _on_training_start(self) -> None:
+        self._capacity_w = self._env.task.capacity_w
         if self._show:
             from tqdm import tqdm
 
@@ -70,8 +80,7 @@ class TrainingCallback(BaseCallback):
 
     def _on_rollout_start(self) -> None:
         steps = self.model.num_timesteps
-        if self._bar is not None:
-            self._bar.update(steps - self._bar.n)
+        self._update_bar()
         if steps >= self._next_validation:
             self._next_validation = steps + self._config.validation.every_steps
             self._validate()
@@ -84,34 +93,35 @@ class TrainingCallback(BaseCallback):
     def _on_step(self) -> bool:
         outcome = self._env.outcome
         assert outcome is not None
-        n = len(TERMS)
-        self._sums[:n] += outcome.terms.mean(axis=1)
-        capacity_error = np.abs(outcome.power_w - outcome.target_w) / self._env.task.capacity_w
-        self._sums[n:] += (outcome.reward.mean(), capacity_error.mean(), outcome.throughput.mean())
-        self._count += 1
+        for name, term in zip(TERMS, outcome.terms.mean(axis=1).tolist(), strict=True):
+            self.logger.record_mean(f"reward/{name}", term)
+        error = np.abs(outcome.power_w - outcome.target_w) / self._capacity_w
+        self.logger.record_mean("reward/total", float(outcome.reward.mean()))
+        self.logger.record_mean("rollout/mae_over_r", float(error.mean()))
+        self.logger.record_mean("rollout/throughput", float(outcome.throughput.mean()))
+        # At an episode's end the next one, with capacities of its own, has already begun.
+        self._capacity_w = self._env.task.capacity_w
         return True
 
-    def _on_rollout_end(self) -> None:
-        means = self._sums / max(self._count, 1)
-        for name, value in zip((*TERMS, "total", "mae_over_r", "throughput"), means.tolist(), strict=True):
-            group = "reward" if name in (*TERMS, "total") else "rollout"
-            self.logger.record(f"{group}/{name}", value)
-        self._sums[:] = 0.0
-        self._count = 0
+    @property
+    def _normalise(self) -> VecNormalize:
+        wrapper = self.model.get_vec_normalize_env()
+        assert wrapper is not None
+        return wrapper
 
     @property
     def _env(self) -> PowerShapingVecEnv:
-        normalise = self.model.get_vec_normalize_env()
-        assert isinstance(normalise, VecNormalize)
-        assert isinstance(normalise.venv, PowerShapingVecEnv)
-        return normalise.venv
+        assert isinstance(self._normalise.venv, PowerShapingVecEnv)
+        return self._normalise.venv
+
+    def _update_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.update(self.model.num_timesteps - self._bar.n)
 
     def _features(self) -> tuple[str, ...]:
         return tuple(feature.name for feature in self._env.layout.features)
 
     def _validate(self) -> None:
-        if self._validation is None:
-            self._validation = Validation(self._config)
         features = self._features()
         scores = self._validation.run(policy_controller(self.model, features, "policy"))
         for family, metrics in scores.by_family.items():
@@ -126,9 +136,10 @@ class TrainingCallback(BaseCallback):
             self._bar.set_postfix_str(f"validation reward {scores.reward:.4f}, best {self.best_reward:.4f}")
 
     def _checkpoint(self) -> None:
-        normalise = self.model.get_vec_normalize_env()
-        state = {
+        normalise = self._normalise
+        state: dict[str, Any] = {
             "normalise": normalise,
+            "returns": normalise.returns,
             "env": self._env,
             "callback": {
                 "best_reward": self.best_reward,
@@ -136,6 +147,8 @@ class TrainingCallback(BaseCallback):
                 "next_checkpoint": self._next_checkpoint,
             },
         }
+        if self._config.train.algorithm == "recurrent_ppo":
+            state["lstm_states"] = self.model._last_lstm_states
         folder = self._folder / "checkpoints" / f"step_{self.model.num_timesteps:012d}"
         save_checkpoint(folder, self.model, self._config.train.algorithm, self._features(), state)
         for older in sorted(folder.parent.glob("step_*"))[:-2]:

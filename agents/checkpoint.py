@@ -43,7 +43,8 @@ class Normaliser(FrozenModel):
     def apply(self, observation: NDArray[np.float32]) -> NDArray[np.float32]:
         """Normalises observations, shape `(B, D)`."""
         scaled = (observation - np.array(self.mean)) / np.sqrt(np.array(self.var) + self.epsilon)
-        return np.clip(scaled, -self.clip, self.clip).astype(np.float32)
+        normalised: NDArray[np.float32] = np.clip(scaled, -self.clip, self.clip).astype(np.float32)
+        return normalised
 
 
 class Manifest(FrozenModel):
@@ -97,13 +98,15 @@ class PolicyController:
         self._model = model
         self._normaliser = normaliser
         self._features = features
+        self._state: Any = None
 
     def reset(self, task: ControlTask) -> None:
-        """Checks that the environment shows what the policy was trained on.
+        """Checks that the environment shows what the policy was trained on, and forgets the last episode.
 
         Raises:
             UserError: The observation differs; the message names the first feature that does.
         """
+        self._state = None
         shown = tuple(feature.name for feature in task.layout.features)
         if shown != self._features:
             pairs = zip(shown, self._features, strict=False)
@@ -114,7 +117,8 @@ class PolicyController:
     def act(self, observation: NDArray[np.float32]) -> FloatArray:
         """The policy's deterministic actions."""
         seen = observation if self._normaliser is None else self._normaliser.apply(observation)
-        action, _ = self._model.predict(seen, deterministic=True)
+        # Recurrent policies start from zeros when there is no state; the others never have one.
+        action, self._state = self._model.predict(seen, state=self._state, deterministic=True)
         return np.asarray(action, dtype=np.float64)
 
 
@@ -125,13 +129,15 @@ def policy_controller(model: Any, features: tuple[str, ...], name: str) -> Polic
 
 def algorithm_class(name: Algorithm) -> Any:
     """The stable-baselines3 (or contrib) class of an algorithm."""
-    if name == "tqc":
-        from sb3_contrib import TQC
-
-        return TQC
+    import sb3_contrib
     import stable_baselines3
 
-    return {"ppo": stable_baselines3.PPO, "sac": stable_baselines3.SAC}[name]
+    return {
+        "ppo": stable_baselines3.PPO,
+        "recurrent_ppo": sb3_contrib.RecurrentPPO,
+        "sac": stable_baselines3.SAC,
+        "tqc": sb3_contrib.TQC,
+    }[name]
 
 
 def save_checkpoint(
@@ -151,11 +157,15 @@ def save_checkpoint(
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
+        # Drafts of a process that was killed while it saved this very checkpoint.
+        for leftover in folder.parent.glob(f".{folder.name}.*"):
+            if leftover != replaced_folder(folder):
+                shutil.rmtree(leftover, ignore_errors=True)
         draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         try:
             model.save(draft / POLICY)
             if resume_state is not None:
-                (draft / RESUME).write_bytes(pickle.dumps({**resume_state, "rng": _rng_state()}))
+                (draft / RESUME).write_bytes(pickle.dumps({**resume_state, "rng": _rng_state(model)}))
                 if getattr(model, "replay_buffer", None) is not None:
                     model.save_replay_buffer(draft / REPLAY)
             manifest = Manifest(
@@ -189,7 +199,10 @@ def load_checkpoint(folder: Path, env: Any = None) -> Checkpoint:
         if not (folder / name).is_file():
             raise UserError(f"{folder}: '{name}' is missing")
         if _sha256(folder / name) != expected:
-            raise UserError(f"{folder / name}: damaged, it differs from the checksum in {MANIFEST}")
+            raise UserError(
+                f"{folder / name}: damaged, it differs from the checksum in {MANIFEST}; "
+                "without this folder an earlier checkpoint of the run is used, if there is one"
+            )
     model = algorithm_class(manifest.algorithm).load(folder / POLICY, env=env, device="cpu", force_reset=False)
     return Checkpoint(manifest, model, folder)
 
@@ -223,10 +236,15 @@ def load_resume_state(checkpoint: Checkpoint) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"{checkpoint.folder}: holds no state to resume from")
     state: dict[str, Any] = pickle.loads(path.read_bytes())
-    _set_rng_state(state.pop("rng"))
+    _set_rng_state(checkpoint.model, state.pop("rng"))
     if (checkpoint.folder / REPLAY).is_file():
         checkpoint.model.load_replay_buffer(checkpoint.folder / REPLAY)
     return state
+
+
+def replaced_folder(folder: Path) -> Path:
+    """Where a checkpoint lies while another one takes its place, and still lies if a crash came between."""
+    return folder.with_name(f".{folder.name}.old")
 
 
 def _normaliser_of(model: Any) -> Normaliser | None:
@@ -243,9 +261,9 @@ def _normaliser_of(model: Any) -> Normaliser | None:
 
 def _replace_folder(draft: Path, folder: Path) -> None:
     """Puts the draft in the folder's place; a crash leaves the old one or the new one, at worst under a dot name."""
-    old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
+    old = replaced_folder(folder)
     if folder.exists():
+        shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)
     draft.replace(folder)
     shutil.rmtree(old, ignore_errors=True)
@@ -255,14 +273,22 @@ def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _rng_state() -> dict[str, Any]:
+def _rng_state(model: Any) -> dict[str, Any]:
     import torch
 
-    return {"torch": torch.get_rng_state(), "numpy": np.random.get_state(), "python": random.getstate()}  # noqa: NPY002
+    return {
+        "torch": torch.get_rng_state(),
+        "numpy": np.random.get_state(),  # noqa: NPY002 (stable-baselines3 draws from it)
+        "python": random.getstate(),
+        # Off-policy algorithms draw their first actions from the space; loading a model seeds it anew.
+        "action_space": model.action_space.np_random.bit_generator.state,
+    }
 
 
-def _set_rng_state(state: dict[str, Any]) -> None:
+def _set_rng_state(model: Any, state: dict[str, Any]) -> None:
     import torch
+
+    model.action_space.np_random.bit_generator.state = state["action_space"]
 
     torch.set_rng_state(state["torch"])
     np.random.set_state(state["numpy"])  # noqa: NPY002 (stable-baselines3 draws from it)

@@ -9,7 +9,8 @@ from pydantic import Field, model_validator
 from wattgym.config import FrozenModel
 from wattgym.envs.config import PowerShapingConfig
 
-Algorithm = Literal["ppo", "sac", "tqc"]
+Algorithm = Literal["ppo", "recurrent_ppo", "sac", "tqc"]
+ON_POLICY: tuple[Algorithm, ...] = ("ppo", "recurrent_ppo")
 
 
 class NetworkConfig(FrozenModel):
@@ -18,12 +19,14 @@ class NetworkConfig(FrozenModel):
     Attributes:
         hidden: Sizes of the hidden layers, the same for policy and critic.
         activation: Activation between them.
-        log_std_init: PPO only: logarithm of the initial exploration noise.
+        log_std_init: PPO and recurrent PPO only: logarithm of the initial exploration noise.
+        lstm_hidden: Recurrent PPO only: size of the LSTM between observation and hidden layers.
     """
 
     hidden: tuple[int, ...] = Field(default=(128, 128), min_length=1)
     activation: Literal["tanh", "relu"] = "tanh"
     log_std_init: float = -1.0
+    lstm_hidden: int = Field(default=64, ge=1)
 
 
 class ValidationConfig(FrozenModel):
@@ -46,9 +49,10 @@ class TrainConfig(FrozenModel):
     """How to train.
 
     Attributes:
-        algorithm: PPO, SAC (stable-baselines3) or TQC (sb3-contrib).
+        algorithm: PPO, SAC (stable-baselines3), recurrent PPO or TQC (sb3-contrib).
         total_steps: Environment steps over all environments of the batch.
         num_envs: Batch size.
+        learning_rate_end: The learning rate falls linearly from its start to this one; None keeps it constant.
         hyperparameters: Keyword arguments of the algorithm's class beside the ones set here.
         normalise_observations: Scale observations by running statistics, which are saved with the policy.
         normalise_rewards: Scale rewards by the running spread of returns (training only).
@@ -59,6 +63,7 @@ class TrainConfig(FrozenModel):
     algorithm: Algorithm = "ppo"
     total_steps: int = Field(default=1_500_000, ge=1)
     num_envs: int = Field(default=64, ge=1)
+    learning_rate_end: float | None = Field(default=None, gt=0.0)
     hyperparameters: dict[str, Any] = Field(default_factory=dict)
     normalise_observations: bool = True
     normalise_rewards: bool = True
@@ -95,7 +100,15 @@ class TrainingConfig(FrozenModel):
 DEFAULTS: dict[Algorithm, dict[str, Any]] = {
     "ppo": {
         "n_steps": 128,
-        "batch_size": 2048,
+        "n_epochs": 6,
+        "gamma": 0.9,
+        "gae_lambda": 0.9,
+        "learning_rate": 1e-3,
+        "ent_coef": 0.0,
+        "clip_range": 0.2,
+    },
+    "recurrent_ppo": {
+        "n_steps": 128,
         "n_epochs": 6,
         "gamma": 0.9,
         "gae_lambda": 0.9,
@@ -123,6 +136,8 @@ DEFAULTS: dict[Algorithm, dict[str, Any]] = {
     },
 }
 """Hyper-parameters by algorithm; `train.hyperparameters` replaces single ones.
+
+PPO's `batch_size` is a quarter of the rollout (`n_steps` times `train.num_envs`) unless it is given.
 
 The discount is short because a limit acts within seconds: what a controller does now matters for the next few periods.
 """

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from pydantic import Field, field_validator
 
 from wattgym.agents.baselines import ENERGY_MATCHED, TunedGains, make_baseline
 from wattgym.agents.baselines.static import StaticCap
@@ -13,10 +14,11 @@ from wattgym.agents.controller import Controller
 from wattgym.agents.episodes import EpisodeResult, PowerTrace
 from wattgym.agents.results import EvaluationResult
 from wattgym.agents.rollout import Arena, Rollout
-from wattgym.agents.scoring import scenario_metrics
+from wattgym.agents.scoring import REGULATION, check_scorable, scenario_metrics
 from wattgym.agents.validation import held_out
 from wattgym.config import FrozenModel
-from wattgym.envs.config import OFFERS, PowerShapingConfig, Split
+from wattgym.envs.config import OFFERS, ActionConfig, PowerShapingConfig, Split
+from wattgym.envs.plant import FloatArray
 from wattgym.errors import UserError
 from wattgym.metrics.pjm import PJM_VARIANTS, pjm_variant
 
@@ -42,18 +44,84 @@ class EvaluationPlan(FrozenModel):
         traced: Scenarios per family whose power over time is kept for the report.
     """
 
-    families: tuple[str, ...] = HELD_OUT_FAMILIES
+    families: tuple[str, ...] = Field(default=HELD_OUT_FAMILIES, min_length=1)
     split: Split = "test"
-    seeds: int = 20
-    first_seed: int = 1000
-    episode_s: float = 2400.0
+    seeds: int = Field(default=20, ge=1)
+    first_seed: int = Field(default=1000, ge=0)
+    episode_s: float = Field(default=2400.0, gt=0.0)
     variant: str = "legacy"
-    traced: int = 1
+    traced: int = Field(default=1, ge=0)
+
+    @field_validator("families")
+    @classmethod
+    def _known_families(cls, families: tuple[str, ...]) -> tuple[str, ...]:
+        for family in families:
+            if family not in OFFERS or families.count(family) > 1:
+                raise ValueError(f"'{family}' is unknown or named twice; known: {', '.join(OFFERS)}")
+        return families
+
+    @field_validator("variant")
+    @classmethod
+    def _known_variant(cls, variant: str) -> str:
+        if variant not in PJM_VARIANTS:
+            raise ValueError(f"unknown score variant; known: {', '.join(PJM_VARIANTS)}")
+        return variant
+
+    @property
+    def scenario_seeds(self) -> tuple[int, ...]:
+        """Seeds of the scenarios, the same in each family."""
+        return tuple(range(self.first_seed, self.first_seed + self.seeds))
+
+
+class Stage:
+    """The scenarios of one signal family: the same ones for whoever enters."""
+
+    def __init__(self, env: PowerShapingConfig, family: str, plan: EvaluationPlan) -> None:
+        """Prepares the scenarios.
+
+        Args:
+            env: Environment that the policies were trained in.
+            family: Signal family.
+            plan: Scenarios.
+
+        Raises:
+            UserError: The family has no recording in the split, or the scenarios are too long or too short.
+        """
+        self.family = family
+        config = held_out(env, family, plan.split, plan.episode_s)
+        self._seeds = plan.scenario_seeds
+        self._for_policies = Arena(config)
+        # Baselines command limits directly: what an action means to a policy must not tie their hands.
+        self._for_baselines = Arena(config.model_copy(update={"action": ActionConfig()}))
+        check_scorable(self._for_policies, self._seeds[0], pjm_variant(plan.variant))
+
+    def policy(self, controller: Controller) -> Rollout:
+        """Runs a controller whose actions mean what the environment's configuration says."""
+        return self._for_policies.run(controller, self._seeds)
+
+    def baseline(self, controller: Controller) -> Rollout:
+        """Runs a controller whose actions are limits, whatever the environment's actions mean."""
+        return self._for_baselines.run(controller, self._seeds)
+
+    def energy_matched(self, power_w: FloatArray) -> Rollout:
+        """The static cap whose metered mean power in each scenario is the given one, found by repeated runs.
+
+        Args:
+            power_w: Mean power to match, shape `(B,)`, W.
+        """
+        asked = power_w
+        for _ in range(_MATCH_ROUNDS):
+            rollout = self.baseline(StaticCap(ENERGY_MATCHED, asked))
+            miss = rollout.power_w.mean(axis=1) / power_w
+            if (np.abs(miss - 1.0) <= MATCH_TOLERANCE).all():
+                break
+            asked = asked / miss
+        return rollout
 
 
 def evaluate(
     env: PowerShapingConfig,
-    policies: Sequence[Controller],
+    policies: Mapping[str, Sequence[Controller]],
     baselines: Sequence[str],
     plan: EvaluationPlan,
     *,
@@ -65,7 +133,8 @@ def evaluate(
 
     Args:
         env: Environment that the policies were trained in; its signals and plants are moved to the plan's split.
-        policies: Learned policies (or other controllers) to judge.
+        policies: Learned policies (or other controllers) to judge, by name. Several under one name are training runs
+            of one controller (told apart by their own names); intervals then cover the training seeds too.
         baselines: Names of baselines to judge them against.
         plan: Scenarios.
         tuned: Gains of the feedback baselines; the shipped ones if None.
@@ -73,119 +142,85 @@ def evaluate(
         progress: Told what runs.
 
     Raises:
-        UserError: A family or variant is unknown, a number is not positive, or names are not unique.
+        UserError: Names are not unique, there is nothing to evaluate, or the scenarios cannot be drawn.
     """
-    _check(plan, policies, baselines)
-    seeds = list(range(plan.first_seed, plan.first_seed + plan.seeds))
+    _check_names(policies, baselines)
+    # What is wrong with one family shows before the others have run for minutes.
+    stages = [Stage(env, family, plan) for family in plan.families]
     rows: list[EpisodeResult] = []
     traces: list[PowerTrace] = []
-    for family in plan.families:
-        arena = Arena(held_out(env, family, plan.split, plan.episode_s))
-        uncapped = arena.run(make_baseline("uncapped"), seeds)
-        for name, rollout in _rollouts(arena, seeds, policies, baselines, uncapped, tuned, family, progress):
-            rows += _rows(name, family, plan, seeds, rollout, uncapped)
-            traces += _traces(name, family, plan, rollout)
-    return EvaluationResult(rows=rows, baselines=tuple(baselines), traces=traces, provenance=provenance,
-                            headline=_headline(plan))  # fmt: skip
-
-
-def energy_matched(arena: Arena, seeds: Sequence[int], power_w: np.ndarray[Any, np.dtype[np.float64]]) -> Rollout:
-    """The static cap whose metered mean power in each scenario is the given one, found by repeated runs.
-
-    Args:
-        arena: Where.
-        seeds: Scenarios.
-        power_w: Mean power to match, shape `(B,)`, W.
-    """
-    asked = power_w.copy()
-    for _ in range(_MATCH_ROUNDS):
-        rollout = arena.run(StaticCap(ENERGY_MATCHED, asked), seeds)
-        miss = rollout.power_w.mean(axis=1) / power_w
-        if (np.abs(miss - 1.0) <= MATCH_TOLERANCE).all():
-            break
-        asked = asked / miss
-    return rollout
+    plants = f"{plan.split} plants" if isinstance(env.site.surfaces, str) else "configured plants"
+    for stage in stages:
+        uncapped = stage.baseline(make_baseline("uncapped"))
+        traced: set[str] = set()
+        for name, train_run, rollout in _rollouts(stage, policies, baselines, uncapped, tuned, progress):
+            metrics = scenario_metrics(rollout, uncapped, pjm_variant(plan.variant))
+            for i, seed in enumerate(plan.scenario_seeds):
+                scenario = f"{stage.family}/{plan.split}/{seed}"
+                values = {metric: float(found[i]) for metric, found in metrics.items()}
+                rows.append(EpisodeResult(name, scenario, stage.family, plants, seed, values, train_run))
+                if i < plan.traced and name not in traced:
+                    traces.append(_trace(name, scenario, rollout, i))
+            # Plots show the first training run of a controller.
+            traced.add(name)
+    return EvaluationResult(
+        rows=rows,
+        baselines=tuple(baselines),
+        traces=traces,
+        provenance=provenance,
+        headline="pjm_composite" if set(plan.families) <= set(REGULATION) else "nrmse",
+    )
 
 
 def _rollouts(
-    arena: Arena,
-    seeds: Sequence[int],
-    policies: Sequence[Controller],
+    stage: Stage,
+    policies: Mapping[str, Sequence[Controller]],
     baselines: Sequence[str],
     uncapped: Rollout,
     tuned: TunedGains | None,
-    family: str,
     progress: Callable[[str], None],
-) -> list[tuple[str, Rollout]]:
-    done: list[tuple[str, Rollout]] = []
-    for policy in policies:
-        progress(f"{family}: {policy.name}")
-        done.append((policy.name, arena.run(policy, seeds)))
-    # The cap's energy is that of the first policy, else of the strongest baseline there is.
-    matched = done[0][1] if done else None
+) -> Iterator[tuple[str, str, Rollout]]:
+    """Name, training run and rollout of every controller, policies first."""
+    matched: FloatArray | None = None
+    for name, runs in policies.items():
+        for controller in runs:
+            progress(f"{stage.family}: {controller.name}")
+            rollout = stage.policy(controller)
+            if matched is None:
+                matched = rollout.power_w.mean(axis=1)
+            yield name, controller.name if len(runs) > 1 else "", rollout
     for name in baselines:
-        if name == ENERGY_MATCHED:
-            continue
-        progress(f"{family}: {name}")
-        done.append((name, uncapped if name == "uncapped" else arena.run(make_baseline(name, tuned), seeds)))
-    if ENERGY_MATCHED in baselines:
-        progress(f"{family}: {ENERGY_MATCHED}")
-        if matched is None:
-            matched = arena.run(make_baseline("feed-forward + PI", tuned), seeds)
-        done.append((ENERGY_MATCHED, energy_matched(arena, seeds, matched.power_w.mean(axis=1))))
-    return done
+        progress(f"{stage.family}: {name}")
+        if name == "uncapped":
+            yield name, "", uncapped
+        elif name == ENERGY_MATCHED:
+            # The cap's energy is that of the first policy, else of the strongest baseline there is.
+            if matched is None:
+                matched = stage.baseline(make_baseline("feed-forward + PI", tuned)).power_w.mean(axis=1)
+            yield name, "", stage.energy_matched(matched)
+        else:
+            yield name, "", stage.baseline(make_baseline(name, tuned))
 
 
-def _rows(
-    name: str, family: str, plan: EvaluationPlan, seeds: Sequence[int], rollout: Rollout, uncapped: Rollout
-) -> list[EpisodeResult]:
-    metrics = scenario_metrics(rollout, uncapped, pjm_variant(plan.variant))
-    return [
-        EpisodeResult(
-            controller=name,
-            scenario=f"{family}/{plan.split}/{seed}",
-            family=family,
-            plant_group=f"{plan.split} plants",
-            seed=seed,
-            metrics={metric: float(values[i]) for metric, values in metrics.items()},
-        )
-        for i, seed in enumerate(seeds)
-    ]
+def _trace(name: str, scenario: str, rollout: Rollout, i: int) -> PowerTrace:
+    return PowerTrace(
+        controller=name,
+        scenario=scenario,
+        t_s=np.arange(rollout.power_w.shape[1], dtype=np.float64) * rollout.period_s,
+        target_w=rollout.target_w[i],
+        power_w=rollout.power_w[i],
+        throughput=rollout.throughput[i],
+    )
 
 
-def _traces(name: str, family: str, plan: EvaluationPlan, rollout: Rollout) -> list[PowerTrace]:
-    t_s = np.arange(rollout.power_w.shape[1]) * rollout.period_s
-    return [
-        PowerTrace(
-            controller=name,
-            scenario=f"{family}/{plan.split}/{plan.first_seed + i}",
-            t_s=t_s,
-            target_w=rollout.target_w[i],
-            power_w=rollout.power_w[i],
-            throughput=rollout.throughput[i],
-        )
-        for i in range(min(plan.traced, plan.seeds))
-    ]
-
-
-def _headline(plan: EvaluationPlan) -> str:
-    from wattgym.agents.scoring import REGULATION
-
-    return "pjm_composite" if set(plan.families) <= set(REGULATION) else "nrmse"
-
-
-def _check(plan: EvaluationPlan, policies: Sequence[Controller], baselines: Sequence[str]) -> None:
-    if plan.variant not in PJM_VARIANTS:
-        raise UserError(f"unknown score variant '{plan.variant}'; known: {', '.join(PJM_VARIANTS)}")
-    if plan.seeds < 1 or plan.traced < 0 or plan.first_seed < 0:
-        raise UserError(f"seeds must be at least 1, first_seed and traced at least 0; got {plan.seeds}, "
-                        f"{plan.first_seed}, {plan.traced}")  # fmt: skip
-    for family in plan.families:
-        if family not in OFFERS:
-            raise UserError(f"unknown signal family '{family}'; known: {', '.join(OFFERS)}")
-    names = [policy.name for policy in policies] + list(baselines)
-    doubled = sorted({name for name in names if names.count(name) > 1})
+def _check_names(policies: Mapping[str, Sequence[Controller]], baselines: Sequence[str]) -> None:
+    names = [*(name for name, runs in policies.items() if runs), *baselines]
+    doubled = [name for name in names if names.count(name) > 1]
     if doubled:
         raise UserError(f"two controllers are named '{doubled[0]}'; names must be unique")
+    for name, runs in policies.items():
+        own = [controller.name for controller in runs]
+        if len(set(own)) < len(own):
+            raise UserError(f"two training runs of '{name}' have the same name: {', '.join(own)}")
     if not names:
         raise UserError("nothing to evaluate: name a run or at least one baseline")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from wattgym.agents.checkpoint import PolicyController, load_checkpoint
+from wattgym.agents.checkpoint import PolicyController, load_checkpoint, replaced_folder
 from wattgym.agents.config import TrainingConfig
 from wattgym.config import parse_config
 from wattgym.errors import UserError
@@ -30,16 +31,35 @@ def checkpoint_folder(run: RunFolder, which: Which = "best") -> Path:
         UserError: The run has saved none yet.
     """
     best = run.path / "best"
-    if which == "best" and best.is_dir():
-        return best
+    if which == "best":
+        for folder in (best, replaced_folder(best)):
+            if folder.is_dir():
+                return folder
     steps = sorted((run.path / "checkpoints").glob("step_*"))
     if not steps:
         raise UserError(f"{run.path}: the run has no checkpoint yet (status: {run.info.status})")
     return steps[-1]
 
 
-def load_policy(path: str | Path, which: Which = "best") -> tuple[PolicyController, TrainingConfig, RunFolder]:
-    """A run's policy with the configuration it was trained under.
+@dataclass(frozen=True, eq=False)
+class TrainedPolicy:
+    """A run's policy and where it comes from.
+
+    Attributes:
+        controller: The policy, named after its run folder.
+        config: The configuration it was trained under.
+        run: The run.
+        steps: Environment steps it was trained for.
+    """
+
+    controller: PolicyController
+    config: TrainingConfig
+    run: RunFolder
+    steps: int
+
+
+def load_policy(path: str | Path, which: Which = "best") -> TrainedPolicy:
+    """A run's policy: its best on validation, or its last checkpoint (also where nothing was validated yet).
 
     Raises:
         UserError: The folder is no training run, is of another version, or is damaged.
@@ -49,4 +69,5 @@ def load_policy(path: str | Path, which: Which = "best") -> tuple[PolicyControll
     checkpoint = load_checkpoint(checkpoint_folder(run, which))
     manifest = checkpoint.manifest
     name = run.path.resolve().name
-    return PolicyController(checkpoint.model, manifest.normaliser, manifest.features, name), config, run
+    controller = PolicyController(checkpoint.model, manifest.normaliser, manifest.features, name)
+    return TrainedPolicy(controller, config, run, manifest.steps)

@@ -14,6 +14,7 @@ from wattgym.envs.plant import FloatArray
 from wattgym.envs.reward import TERMS
 from wattgym.envs.shaping import PowerShaping
 from wattgym.hw.limits import Decision
+from wattgym.signals import Signal
 
 INTERVENTIONS = int(~(Decision.NONE | Decision.DEAD_BANDED) & 0xFF)
 """Decision bits that count as interventions: all but the dead band, which only spares a write."""
@@ -65,6 +66,15 @@ class Arena:
     def __init__(self, config: PowerShapingConfig) -> None:
         self.config = config
         self._shaping = PowerShaping(config, Emulator(config), config.site.jobs)
+
+    def draw(self, seeds: Sequence[int]) -> tuple[Signal, ...]:
+        """The signals of scenarios, without running them.
+
+        Raises:
+            UserError: A scenario cannot be drawn, for example because no recording is long enough.
+        """
+        self._shaping.reset(seeds)
+        return self._shaping.signals
 
     def run(self, controller: Controller, seeds: Sequence[int]) -> Rollout:
         """Runs one episode per seed, all side by side.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from wattgym.agents.rollout import Rollout
+from wattgym.agents.rollout import Arena, Rollout
 from wattgym.envs.plant import FloatArray
 from wattgym.metrics.pjm import PJM_VARIANTS, PjmVariant, pjm_score
 from wattgym.metrics.training import actuations_per_hour
@@ -45,11 +45,29 @@ def scenario_metrics(
         "reward_mean": rollout.reward.mean(axis=1),
     }
     if uncapped is not None:
-        work, full_work = rollout.throughput.sum(axis=1), uncapped.throughput.sum(axis=1)
-        metrics["throughput_retained"] = work / full_work
-        per_work, per_full = rollout.power_w.sum(axis=1) / work, uncapped.power_w.sum(axis=1) / full_work
-        metrics["energy_per_token_relative"] = per_work / per_full
+        retained = _ratio(rollout.throughput.sum(axis=1), uncapped.throughput.sum(axis=1))
+        metrics["throughput_retained"] = retained
+        metrics["energy_per_token_relative"] = _ratio(
+            rollout.power_w.sum(axis=1) / uncapped.power_w.sum(axis=1), retained
+        )
     return metrics
+
+
+def check_scorable(arena: Arena, seed: int, variant: PjmVariant = PJM_VARIANTS["legacy"]) -> None:
+    """Draws one scenario and scores a perfect response, so that what cannot work shows before work is spent.
+
+    Raises:
+        UserError: The scenario cannot be drawn, or is too short for the score.
+    """
+    (signal,) = arena.draw([seed])
+    if signal.family in REGULATION:
+        pjm_score(signal.values, signal.values, period_s=arena.config.period_s, variant=variant)
+
+
+def _ratio(part: FloatArray, whole: FloatArray) -> FloatArray:
+    """The quotient; NaN where the whole is zero (a scenario in which nothing was trained)."""
+    quotient: FloatArray = np.divide(part, whole, out=np.full(part.shape, np.nan), where=whole > 0)
+    return quotient
 
 
 def _regulation(rollout: Rollout, variant: PjmVariant) -> dict[str, FloatArray]:

@@ -15,8 +15,13 @@ from wattgym.metrics.statistics import Estimate, bootstrap, paired_difference, p
 if TYPE_CHECKING:
     import pandas as pd
     from rich.console import Console
+    from rich.table import Table
 
     from wattgym.agents.results import EvaluationResult
+
+
+_UNFOLDED = 10_000
+"""Columns of output that is no terminal: more than any row needs."""
 
 
 @dataclass(frozen=True)
@@ -288,34 +293,42 @@ def print_summary(summary: Summary, console: Console, metrics: Sequence[str] | N
 
     Args:
         summary: What to print.
-        console: A rich console; piped output comes without colours and escape codes.
+        console: A rich console. On a terminal tables have lines and fold; elsewhere each row is one plain line.
         metrics: Columns of the ranking; default the headline metric and a few that matter beside it.
     """
-    from rich.table import Table
+    from rich.console import Console as RichConsole
     from rich.text import Text
 
+    folded = console.is_terminal
+    if not folded:
+        console = RichConsole(file=console.file, width=_UNFOLDED)
     shown = tuple(metrics or key_metrics(summary))
-    table = Table(
-        title=Text(f"{summary.scenarios} scenarios, {summary.tasks} tasks; interquartile mean [95 % interval]"),
-        title_justify="left",
-    )
-    for column in ("controller", *map(heading, shown)):
-        table.add_column(Text(column), overflow="fold")
+    console.print(Text(f"{summary.scenarios} scenarios, {summary.tasks} tasks; interquartile mean [95 % interval]"))
+    table = _terminal_table(["controller", *map(heading, shown)], folded)
     for name, *cells in _estimate_rows(summary, shown):
-        table.add_row(Text(name), *(Text(cell.replace(" ", "\n", 1)) for cell in cells))
+        table.add_row(Text(name), *(Text(cell.replace(" ", "\n", 1) if folded else cell) for cell in cells))
     console.print(table)
     compared = [d for d in summary.differences if d.metric == summary.headline]
     if compared:
         styles = {"better": "green", "worse": "red"}
-        table = Table(title=Text(f"{heading(summary.headline)}: difference to each baseline"), title_justify="left")
-        for column in ("controller", "baseline", "difference", "P(better)", "verdict"):
-            table.add_column(Text(column), overflow="fold")
+        console.print(Text(f"\n{heading(summary.headline)}: difference to each baseline"))
+        table = _terminal_table(["controller", "baseline", "difference", "P(better)", "verdict"], folded)
         for d in compared:
             row = (d.controller, d.baseline, format_estimate(d.estimate, signed=True), f"{d.p_improvement:.2f}")
             table.add_row(*map(Text, row), Text(d.verdict, style=styles.get(d.verdict, "")))
         console.print(table)
     for note in summary.notes:
         console.print(Text(f"note: {note}"))
+
+
+def _terminal_table(columns: Sequence[str], folded: bool) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table() if folded else Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for column in columns:
+        table.add_column(Text(column), overflow="fold")
+    return table
 
 
 def key_metrics(summary: Summary) -> tuple[str, ...]:

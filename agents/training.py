@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
+import math
 import signal
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,10 +16,15 @@ from typing import Any
 
 from wattgym.agents.callbacks import StopTraining, TrainingCallback
 from wattgym.agents.checkpoint import algorithm_class, load_checkpoint, load_resume_state
-from wattgym.agents.config import DEFAULTS, TrainingConfig
+from wattgym.agents.config import DEFAULTS, ON_POLICY, TrainingConfig
 from wattgym.agents.policy import checkpoint_folder
+from wattgym.agents.rollout import Arena
+from wattgym.agents.validation import Validation, held_out
 from wattgym.errors import UserError
 from wattgym.runs import RunFolder
+
+_SET_ELSEWHERE = {"policy", "env", "seed", "device", "policy_kwargs", "tensorboard_log", "verbose", "_init_setup_model"}
+"""Arguments of the algorithms that are no hyperparameters here: other keys decide them."""
 
 
 @dataclass(frozen=True)
@@ -48,65 +57,95 @@ def train(config: TrainingConfig, out: str | Path, *, resume: bool = False, prog
         progress: Show a progress bar on stderr.
 
     Raises:
-        UserError: The configuration or the folder cannot be used.
+        UserError: The configuration or the folder cannot be used, or the disk is full.
     """
     import torch
 
     torch.set_num_threads(config.train.threads)
     plain = config.model_dump(mode="json")
     # Whatever is wrong with the configuration shows before a folder is touched.
-    env = _build_env(config)
+    validation = Validation(config)
+    _try_scenarios(config)
+    model = _fresh(config)
     run = RunFolder.create(
         out, plain, "training", config.seed, resume=resume, may_change=("train.total_steps", "train.checkpoint_steps")
     )
-    with run.recording_status(), _stop_requests() as stop:
-        callback = TrainingCallback(config, run.path, stop, progress)
-        has_checkpoint = any((run.path / "checkpoints").glob("step_*"))
-        model = _resumed(run, callback) if resume and has_checkpoint else _fresh(config, env)
-        model.set_logger(_logger(run.path / "tensorboard"))
+    interrupted = False
+    with _stop_requests() as stop:
+        callback = TrainingCallback(config, run.path, validation, stop, progress)
         try:
-            remaining = config.train.total_steps - model.num_timesteps
-            if remaining > 0:
-                model.learn(remaining, callback=callback, reset_num_timesteps=False)
-            callback.finish(model)
+            with run.recording_status():
+                if any((run.path / "checkpoints").glob("step_*")):
+                    model = _resumed(run, callback)
+                _learn(model, config, run, callback)
         except StopTraining:
-            pass
+            interrupted = True
+        except OSError as error:
+            raise UserError(f"{run.path}: cannot write: {error.strerror or error}") from None
         finally:
             callback.close()
-    if stop.requested:
-        run.set_status("interrupted")
-    return TrainingOutcome(run, int(model.num_timesteps), callback.best_reward, stop.requested)
+    return TrainingOutcome(run, int(model.num_timesteps), callback.best_reward, interrupted)
 
 
-def _build_env(config: TrainingConfig) -> Any:
+def _learn(model: Any, config: TrainingConfig, run: RunFolder, callback: TrainingCallback) -> None:
+    remaining = config.train.total_steps - model.num_timesteps
+    if remaining <= 0:
+        # The run was complete when it was taken up again.
+        return
+    model.set_logger(_logger(run.path / "tensorboard"))
+    try:
+        model.learn(remaining, callback=callback, reset_num_timesteps=False)
+        callback.finish()
+    finally:
+        model.logger.close()
+
+
+def _try_scenarios(config: TrainingConfig) -> None:
+    """Draws an episode of every signal family, because a rare one might not come up for a long time."""
+    env = config.env
+    if env.signal.trace is not None:
+        Arena(env).draw([config.seed])
+        return
+    for family, weight in env.signal.families.items():
+        if weight > 0:
+            Arena(held_out(env, family, "train", env.episode_s)).draw([config.seed])
+
+
+def _fresh(config: TrainingConfig) -> Any:
+    import torch
     from stable_baselines3.common.vec_env import VecNormalize
 
     from wattgym.envs.vector import PowerShapingVecEnv
 
-    env = PowerShapingVecEnv(config.env, config.train.num_envs)
-    env.seed(config.seed)
-    gamma = _hyperparameters(config)["gamma"]
-    return VecNormalize(
-        env,
+    settings = _hyperparameters(config)
+    env = VecNormalize(
+        PowerShapingVecEnv(config.env, config.train.num_envs),
         norm_obs=config.train.normalise_observations,
         norm_reward=config.train.normalise_rewards,
-        gamma=gamma,
+        gamma=settings["gamma"],
     )
-
-
-def _fresh(config: TrainingConfig, env: Any) -> Any:
-    import torch
-
     activation = {"tanh": torch.nn.Tanh, "relu": torch.nn.ReLU}[config.network.activation]
     policy: dict[str, Any] = {"net_arch": list(config.network.hidden), "activation_fn": activation}
-    if config.train.algorithm == "ppo":
+    recurrent = config.train.algorithm == "recurrent_ppo"
+    if config.train.algorithm in ON_POLICY:
         policy["log_std_init"] = config.network.log_std_init
+    if recurrent:
+        policy["lstm_hidden_size"] = config.network.lstm_hidden
     try:
-        return algorithm_class(config.train.algorithm)(
-            "MlpPolicy", env, seed=config.seed, device="cpu", policy_kwargs=policy, **_hyperparameters(config)
-        )
-    except (TypeError, AssertionError, ValueError) as error:
-        raise UserError(f"train.hyperparameters: {' '.join(str(error).split())}") from None
+        with warnings.catch_warnings():
+            # What stable-baselines3 merely warns of (a mini-batch that does not divide the rollout) is a mistake too.
+            warnings.simplefilter("error", UserWarning)
+            return algorithm_class(config.train.algorithm)(
+                "MlpLstmPolicy" if recurrent else "MlpPolicy",
+                env,
+                seed=config.seed,
+                device="cpu",
+                policy_kwargs=policy,
+                **settings,
+            )
+    except (TypeError, AssertionError, ValueError, UserWarning) as error:
+        reason = " ".join(str(error).split()) or f"{config.train.algorithm} refuses {settings}"
+        raise UserError(f"train.hyperparameters: {reason}") from None
 
 
 def _resumed(run: RunFolder, callback: TrainingCallback) -> Any:
@@ -115,13 +154,64 @@ def _resumed(run: RunFolder, callback: TrainingCallback) -> Any:
     model = checkpoint.model
     env = state["normalise"]
     env.set_venv(state["env"])
+    # VecNormalize leaves its running returns out of its own state.
+    env.returns = state["returns"]
+    if "lstm_states" in state:
+        # stable-baselines3 leaves it out of the model's file.
+        model._last_lstm_states = state["lstm_states"]
     model.set_env(env, force_reset=False)
     callback.restore(state["callback"])
     return model
 
 
 def _hyperparameters(config: TrainingConfig) -> dict[str, Any]:
-    return {**DEFAULTS[config.train.algorithm], **config.train.hyperparameters}
+    """Keyword arguments of the algorithm's class.
+
+    Raises:
+        UserError: A name is unknown or set elsewhere, or the discount is no number between 0 and 1.
+    """
+    own = config.train.hyperparameters
+    known = inspect.signature(algorithm_class(config.train.algorithm)).parameters.keys() - _SET_ELSEWHERE
+    for name in own:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean '{close[0]}'?" if close else f"known: {', '.join(sorted(known))}"
+            raise UserError(f"train.hyperparameters: unknown key '{name}' of {config.train.algorithm}, {hint}")
+    settings = {**DEFAULTS[config.train.algorithm], **own}
+    for name, low, high in (("gamma", 0.0, 1.0), ("learning_rate", 0.0, math.inf)):
+        value = settings[name]
+        if not (isinstance(value, int | float) and low <= value <= high):
+            raise UserError(f"train.hyperparameters.{name}: {value!r} is no number from {low:g} to {high:g}")
+    if config.train.algorithm in ON_POLICY and "batch_size" not in own:
+        settings["batch_size"] = _mini_batch(settings["n_steps"], config.train.num_envs)
+    if config.train.learning_rate_end is not None:
+        settings["learning_rate"] = LinearSchedule(settings["learning_rate"], config.train.learning_rate_end)
+    return settings
+
+
+@dataclass(frozen=True)
+class LinearSchedule:
+    """A rate that falls (or rises) linearly over a training.
+
+    Attributes:
+        start: Rate at the beginning.
+        end: Rate at the end.
+    """
+
+    start: float
+    end: float
+
+    def __call__(self, remaining: float) -> float:
+        """The rate when `remaining` of the training (1 to 0) is left, as stable-baselines3 asks for it."""
+        return self.end + remaining * (self.start - self.end)
+
+
+def _mini_batch(n_steps: Any, num_envs: int) -> int:
+    """A quarter of a rollout, or all of it where it has no quarters."""
+    if not isinstance(n_steps, int) or n_steps < 1:
+        raise UserError(f"train.hyperparameters.n_steps: {n_steps!r} is no positive whole number")
+    rollout = n_steps * num_envs
+    return rollout // 4 if rollout % 4 == 0 and rollout > 4 else rollout
 
 
 def _logger(folder: Path) -> Any:
@@ -145,16 +235,18 @@ class StopRequest:
 def _stop_requests() -> Iterator[StopRequest]:
     """Turns the first SIGINT or SIGTERM into a request; the second acts as it did before."""
     stop = StopRequest()
-    numbers = (signal.SIGINT, signal.SIGTERM)
     previous: dict[int, Any] = {}
 
     def request(number: int, frame: FrameType | None) -> None:
         stop.requested = True
+        restore()
+
+    def restore() -> None:
         for known, handler in previous.items():
             signal.signal(known, handler)
 
     try:
-        for number in numbers:
+        for number in (signal.SIGINT, signal.SIGTERM):
             previous[number] = signal.signal(number, request)
     except ValueError:
         # Only the main thread may set handlers; elsewhere whoever owns it decides.
@@ -162,5 +254,4 @@ def _stop_requests() -> Iterator[StopRequest]:
     try:
         yield stop
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        restore()

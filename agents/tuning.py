@@ -9,7 +9,7 @@ import numpy as np
 from wattgym.agents.baselines import TunedGains, feedback_baseline
 from wattgym.agents.baselines.feedback import FeedbackGains
 from wattgym.agents.rollout import Arena
-from wattgym.envs.config import PowerShapingConfig
+from wattgym.envs.config import ActionConfig, PowerShapingConfig
 from wattgym.errors import UserError
 
 TUNABLE = ("PI", "feed-forward + PI")
@@ -61,7 +61,8 @@ def tune_baselines(
         raise UserError("baselines are tuned on the training split only; set signal.split and site.surfaces to train")
     if budget < 1 or scenarios < 1:
         raise UserError(f"budget and scenarios must be at least 1, got {budget} and {scenarios}")
-    arena = Arena(config)
+    # The baselines command limits directly, as they do in an evaluation.
+    arena = Arena(config.model_copy(update={"action": ActionConfig()}))
     seeds = np.random.default_rng(seed).integers(2**62, size=scenarios).tolist()
     best: dict[str, FeedbackGains] = {}
     value: dict[str, float] = {}

@@ -9,8 +9,10 @@ import numpy as np
 from wattgym.agents.config import TrainingConfig
 from wattgym.agents.controller import Controller
 from wattgym.agents.rollout import Arena
-from wattgym.agents.scoring import scenario_metrics
-from wattgym.envs.config import PowerShapingConfig, SignalConfig
+from wattgym.agents.scoring import check_scorable, scenario_metrics
+from wattgym.config import parse_config
+from wattgym.envs.config import PowerShapingConfig
+from wattgym.envs.plant import FloatArray
 
 SHOWN = ("reward_mean", "pjm_composite", "pjm_precision", "nrmse", "mae_over_r", "actuations_per_h_per_job")
 """Metrics that go to the log."""
@@ -33,12 +35,19 @@ class Validation:
     """The same scenarios each time; policies are compared by their mean reward."""
 
     def __init__(self, config: TrainingConfig) -> None:
+        """Prepares the scenarios.
+
+        Raises:
+            UserError: A family is unknown, has no recording in the split, or the scenarios are too long or too short.
+        """
         settings = config.validation
         self._arenas = {
             family: Arena(held_out(config.env, family, "validation", settings.episode_s))
             for family in settings.families
         }
         self._seeds = np.random.default_rng(config.seed).integers(2**62, size=settings.scenarios).tolist()
+        for arena in self._arenas.values():
+            check_scorable(arena, self._seeds[0])
 
     def run(self, controller: Controller) -> ValidationScores:
         """Scores a controller."""
@@ -58,12 +67,17 @@ def held_out(env: PowerShapingConfig, family: str, split: str, episode_s: float)
         family: Signal family.
         split: `train`, `validation` or `test`.
         episode_s: Episode length, seconds.
+
+    Raises:
+        UserError: The family is unknown, or the length is no whole number of periods.
     """
     surfaces = env.site.surfaces if isinstance(env.site.surfaces, tuple) else split
-    signal = SignalConfig.model_validate({"families": {family: 1.0}, "split": split, "offers": env.signal.offers})
+    signal = {"families": {family: 1.0}, "split": split, "offers": env.signal.offers}
     site = env.site.model_copy(update={"surfaces": surfaces})
-    return PowerShapingConfig.model_validate({**dict(env), "site": site, "signal": signal, "episode_s": episode_s})
+    return parse_config(
+        PowerShapingConfig, {**dict(env), "site": site, "signal": signal, "episode_s": episode_s}, f"{split} scenarios"
+    )
 
 
-def _applies(values: np.ndarray) -> bool:  # type: ignore[type-arg]
+def _applies(values: FloatArray) -> bool:
     return not bool(np.isnan(values).all())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import re
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -56,16 +58,42 @@ def read_yaml(path: str | Path) -> Any:
     Raises:
         UserError: The file cannot be read or is not YAML.
     """
-    import yaml
-
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot read: {error}") from None
+    return parse_yaml(text, str(path))
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    """Parses YAML with plain types only; `1e-3` is a number, as YAML 1.2 has it.
+
+    Args:
+        text: YAML.
+        source: Where it is from, for messages.
+
+    Raises:
+        UserError: It is not YAML.
+    """
+    import yaml
+
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader=_yaml_loader())
     except yaml.YAMLError as error:
-        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+        raise UserError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from None
+
+
+@lru_cache(maxsize=1)
+def _yaml_loader() -> Any:
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """PyYAML follows YAML 1.1, in which a number without a decimal point has no exponent."""
+
+    Loader.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+    )
+    return Loader
 
 
 def _explain(model: type[BaseModel], error: Any) -> str:

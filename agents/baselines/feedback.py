@@ -34,7 +34,8 @@ class Feedback:
 
     With `e` the sensed power minus the target, in units of limit range through the model's mean slope `s` (watts per
     range), the position is `u = u_ff - P e / s - I sum(e) / s`. The integral stops where the limit is clipped or the
-    rate binds and the error would push further (conditional integration); the rate limit acts on `u` itself.
+    rate binds and the error would push further (conditional integration). The rate limit acts on `u` itself, from the
+    second period on: where the limits stood before the episode was not this loop's choice.
     """
 
     def __init__(self, name: str, gains: FeedbackGains, start: Literal["feed_forward", "base"]) -> None:

@@ -65,7 +65,7 @@ class Uncapped:
 
 
 class RandomLimits:
-    """Uniformly random actions: what knowing nothing is worth."""
+    """Uniformly random limits, drawn anew each period: what knowing nothing is worth."""
 
     name = "random"
 
@@ -75,8 +75,11 @@ class RandomLimits:
     def reset(self, task: ControlTask) -> None:
         """Starts the same random sequence again."""
         self._rng = np.random.default_rng(self._seed)
-        self._jobs = task.layout.jobs
+        self._task = task
+        self._observed = Observed(task.layout)
 
     def act(self, observation: NDArray[np.float32]) -> FloatArray:
-        """Fresh random actions."""
-        return self._rng.uniform(-1.0, 1.0, (observation.shape[0], self._jobs))
+        """Fresh random limits."""
+        seen = self._observed
+        position = self._rng.uniform(0.0, 1.0, (observation.shape[0], self._task.layout.jobs))
+        return self._task.action_for(position, seen.feed_forward(observation), seen.limits(observation))

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from wattgym.agents.baselines import TunedGains
+    from wattgym.agents.evaluation import EvaluationPlan
+    from wattgym.agents.policy import TrainedPolicy
+    from wattgym.envs.config import PowerShapingConfig
 
 
 def evaluate(
@@ -44,13 +52,14 @@ def evaluate(
         },
         "evaluate",
     )
-    policies, env, trained = _load_runs(runs or [], checkpoint, config)
+    chosen = select_baselines(baselines)
     tuned = load_tuned(gains) if gains else load_tuned()
     _check_folder(out)
+    trained, env = _load_runs(runs or [], checkpoint, config)
     result = run_evaluation(
         env,
-        policies,
-        select_baselines(baselines),
+        {name: [policy.controller for policy in group] for name, group in trained.items()},
+        chosen,
         plan,
         tuned=tuned,
         provenance=_provenance(plan, env, trained, tuned),
@@ -80,9 +89,9 @@ def tune_baselines(
     from wattgym.files import atomic_write_text
 
     env = load_config(TrainingConfig, config).env
-    command = (
-        f"wattgym tune-baselines --config {config} --budget {budget} --scenarios {scenarios} --seed {seed} --out {out}"
-    )
+    _check_folder(out.parent)
+    options = {"config": config, "budget": budget, "scenarios": scenarios, "seed": seed, "out": out}
+    command = shlex.join(["wattgym", "tune-baselines", *(f"--{name}={value}" for name, value in options.items())])
     with tqdm(total=budget * len(TUNABLE), unit="setting", desc="tune") as bar:
         tuned = run_tuning(
             env, budget=budget, scenarios=scenarios, seed=seed, command=command, progress=lambda *_: bar.update()
@@ -92,8 +101,10 @@ def tune_baselines(
         typer.echo(f"{name}: {best.model_dump()} -> {tuned.objective} {tuned.objective_value[name]:.4f}")
 
 
-def _load_runs(runs: list[Path], checkpoint: str, config: Path | None) -> tuple[list[Any], Any, dict[str, Any]]:
-    """Policies, the environment that they share, and what is recorded of each run."""
+def _load_runs(
+    runs: list[Path], checkpoint: str, config: Path | None
+) -> tuple[dict[str, list[TrainedPolicy]], PowerShapingConfig]:
+    """Policies by name, runs that differ in their seed alone under one, and the environment that they share."""
     from wattgym.agents.config import TrainingConfig
     from wattgym.agents.policy import load_policy
     from wattgym.config import load_config
@@ -102,51 +113,74 @@ def _load_runs(runs: list[Path], checkpoint: str, config: Path | None) -> tuple[
 
     if checkpoint not in ("best", "last"):
         raise UserError(f"--checkpoint {checkpoint}: valid are best and last")
-    policies, trained = [], {}
     env = load_config(TrainingConfig, config).env if config else None
+    # A policy can be taken to another site, but not to another meaning of its observations and actions.
+    must_agree = ("action", "observation", "period_s") if config else (
+        "site", "action", "observation", "rules", "period_s"
+    )  # fmt: skip
+    groups: dict[str, list[TrainedPolicy]] = {}
     for path in runs:
-        policy, training, run = load_policy(path, "best" if checkpoint == "best" else "last")
-        if env is None:
-            env = training.env
-        elif training.env.model_copy(update={"signal": env.signal}) != env:
-            raise UserError(f"{path}: trained in another environment than the first run or --config; evaluate it alone")
-        policies.append(policy)
-        trained[policy.name] = {
-            "folder": str(path),
-            "status": run.info.status,
-            "seed": run.info.seed,
-            "algorithm": training.train.algorithm,
-            "total_steps": training.train.total_steps,
-            "commit": run.info.git.commit if run.info.git else "unknown",
-            "config": run.config,
-        }
-    return policies, env or PowerShapingConfig(), trained
+        policy = load_policy(path, "best" if checkpoint == "best" else "last")
+        env = env or policy.config.env
+        for key in must_agree:
+            if getattr(policy.config.env, key) != getattr(env, key):
+                other = f"{config}" if config else f"{runs[0]}"
+                raise UserError(f"{path}: was trained with another env.{key} than {other}; evaluate it alone")
+        for group in groups.values():
+            if group[0].config == policy.config.model_copy(update={"seed": group[0].config.seed}):
+                group.append(policy)
+                break
+        else:
+            groups[str(path)] = [policy]
+    return {_group_name(group): group for group in groups.values()}, env or PowerShapingConfig()
 
 
-def _provenance(plan: Any, env: Any, trained: dict[str, Any], tuned: Any) -> dict[str, Any]:
+def _group_name(group: list[TrainedPolicy]) -> str:
+    """The run's name; of several training seeds what their names share before `-seed`."""
+    names = [policy.controller.name for policy in group]
+    shared = {re.sub(r"-seed\d+$", "", name) for name in names}
+    return shared.pop() if len(group) > 1 and len(shared) == 1 else names[0]
+
+
+def _provenance(
+    plan: EvaluationPlan, env: PowerShapingConfig, trained: dict[str, list[TrainedPolicy]], tuned: TunedGains
+) -> dict[str, Any]:
     from wattgym.runs import git_state, installed_versions
 
     git = git_state()
+    by_split = isinstance(env.site.surfaces, str)
     return {
         "command": shlex.join(sys.argv),
         "commit": f"{git.commit}{' (with local changes)' if git.dirty else ''}" if git else "unknown",
-        "held out": f"signals and plants of the {plan.split} split",
+        "held out": f"signals{' and plants' if by_split else ''} of the {plan.split} split",
         "baseline tuning": f"{tuned.budget} settings x {tuned.scenarios} training scenarios, by {tuned.objective}",
         "scenarios": plan.model_dump(mode="json"),
         "environment": env.model_dump(mode="json"),
-        "policies": trained,
+        "policies": {
+            name: [
+                {
+                    "folder": str(policy.run.path),
+                    "status": policy.run.info.status,
+                    "seed": policy.run.info.seed,
+                    "algorithm": policy.config.train.algorithm,
+                    "trained steps": policy.steps,
+                    "commit": policy.run.info.git.commit if policy.run.info.git else "unknown",
+                    "config": policy.run.config,
+                }
+                for policy in group
+            ]
+            for name, group in trained.items()
+        },
         "versions": installed_versions(),
     }
 
 
 def _check_folder(out: Path) -> None:
-    """Refuses an unusable output folder before minutes of work are spent."""
+    """Refuses an unusable output folder before minutes of work are spent; creates nothing."""
     from wattgym.errors import UserError
 
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        probe = out / ".writable"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise UserError(f"{out}: cannot write results there: {error.strerror or error}") from None
+    existing = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    if not existing.is_dir():
+        raise UserError(f"{out}: cannot write results there: {existing} is no folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"{out}: cannot write results there: no permission to write in {existing}")

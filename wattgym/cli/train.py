@@ -32,31 +32,29 @@ def train(
     resolved = parse_config(TrainingConfig, data, str(config))
     folder = out or Path("runs") / f"{config.stem}-seed{resolved.seed}"
     outcome = run_training(resolved, folder, resume=resume)
-    best = "none yet" if outcome.best_reward is None else f"{outcome.best_reward:.4f}"
     if outcome.interrupted:
         typer.echo(f"interrupted after {outcome.steps:,} steps; continue with --resume --out {folder}")
         raise typer.Exit(130)
+    best = "none" if outcome.best_reward is None else f"{outcome.best_reward:.4f}"
     typer.echo(f"trained {outcome.steps:,} steps; best validation reward {best}; run folder {folder}")
 
 
 def _with_overrides(data: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
     """The mapping with dotted keys replaced; unknown keys are left for the configuration to refuse."""
-    import yaml
-
+    from wattgym.config import parse_yaml
     from wattgym.errors import UserError
 
     for override in overrides:
         key, separator, text = override.partition("=")
         if not (separator and key):
             raise UserError(f"--set {override!r}: expected key=value, for example train.num_envs=32")
-        try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError:
-            raise UserError(f"--set {override!r}: the value is not YAML") from None
+        value = parse_yaml(text, f"--set {key}")
         *path, last = key.split(".")
         branch = data
         for part in path:
-            following = branch.setdefault(part, {})
+            following = branch.get(part)
+            if following is None:
+                following = branch[part] = {}
             if not isinstance(following, dict):
                 raise UserError(f"--set {override!r}: '{part}' holds no keys")
             branch = following

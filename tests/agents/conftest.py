@@ -1,0 +1,59 @@
+"""Small trainings that several test files look at; each runs once."""
+
+import os
+
+# Before torch is imported: small networks are fastest on one thread, and the test machine is shared.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import copy
+
+import pytest
+
+from wattgym.agents.config import TrainingConfig
+from wattgym.agents.training import train
+from wattgym.config import parse_config
+
+TINY = {
+    "env": {
+        "signal": {"families": {"synthetic_regd": 1, "rega": 1}, "split": "train"},
+        "site": {"jobs": 2},
+        "period_s": 10.0,
+        "episode_s": 370.0,
+    },
+    "train": {
+        "algorithm": "ppo",
+        "total_steps": 1024,
+        "num_envs": 4,
+        "checkpoint_steps": 256,
+        "hyperparameters": {"n_steps": 32, "n_epochs": 2},
+    },
+    "network": {"hidden": [16], "lstm_hidden": 8},
+    "validation": {"every_steps": 256, "scenarios": 2, "episode_s": 600.0},
+}
+OFF_POLICY = {"learning_starts": 100, "batch_size": 32, "buffer_size": 2000, "train_freq": 8}
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """A training configuration of seconds; dotted keys replace values."""
+
+    def build(algorithm="ppo", **changes):
+        data = copy.deepcopy(TINY)
+        data["train"]["algorithm"] = algorithm
+        if algorithm in ("sac", "tqc"):
+            data["train"]["hyperparameters"] = dict(OFF_POLICY)
+        for key, value in changes.items():
+            *path, last = key.split("__")
+            branch = data
+            for part in path:
+                branch = branch.setdefault(part, {})
+            branch[last] = value
+        return parse_config(TrainingConfig, data, "test")
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def ppo_run(tiny, tmp_path_factory):
+    """A finished PPO run."""
+    return train(tiny(), tmp_path_factory.mktemp("runs") / "tiny-seed0", progress=False)
