@@ -13,6 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from wattgym.errors import UserError
+
 MAX_BYTES = 10_000_000
 KEEP = 5
 
@@ -99,9 +101,15 @@ def read_audit(path: Path, *, last: int | None = None, uuid: str | None = None) 
 
     Returns:
         The records; lines that a full disk cut short are left out.
+
+    Raises:
+        UserError: The log is there but cannot be read.
     """
     records = (r for r in _records(path) if uuid is None or str(r.get("uuid", "")).startswith(uuid))
-    return list(deque(records, maxlen=last))
+    try:
+        return list(deque(records, maxlen=last))
+    except OSError as error:
+        raise UserError(f"{path}: cannot read the audit log ({error.strerror})") from None
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:

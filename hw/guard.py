@@ -293,8 +293,8 @@ class Guard:
                 return self._result(requested_mw, Decision.NONE, written=False)
             now_s = self._clock()
             shaped_w, mask = self._shaped.shape(
-                np.float64(requested_mw / 1000),
-                np.float64(self.telemetry.limit_mw / 1000),
+                np.asarray(requested_mw / 1000),
+                np.asarray(self.telemetry.limit_mw / 1000),
                 now_s - self._memory.last_write_s,
             )
             decisions = Decision(int(mask))
@@ -336,6 +336,10 @@ class Guard:
         started_s = time.monotonic()
         try:
             self._session.announce(old_mw, command_mw)
+            # Saving takes milliseconds, in which somebody else may have come; now it is a matter of microseconds.
+            self._check_foreign(self._device.requested_limit_mw())
+            if self.telemetry.state is not GuardState.ARMED:
+                return False
             self._device.set_power_limit_mw(command_mw)
             seen_mw, retries = wait_for_limit_mw(
                 self._device,

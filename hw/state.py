@@ -23,6 +23,7 @@ from wattgym.errors import UserError
 
 STATE_DIR_VARIABLE = "WATTGYM_STATE_DIR"
 VERSION = 1
+_SESSION, _KEPT = ".session.json", ".kept.json"
 DYING_S = 1.0
 """How long the lock of a killed process is waited for, s: its threads may still be on their way out."""
 
@@ -132,11 +133,11 @@ class StateDir:
 
     def session_path(self, uuid: str) -> Path:
         """The file of a controller at work, or of one that died."""
-        return self.path / f"{file_stem(uuid)}.session.json"
+        return self.path / f"{file_stem(uuid)}{_SESSION}"
 
     def kept_path(self, uuid: str) -> Path:
         """The file of a limit that was left in place on purpose."""
-        return self.path / f"{file_stem(uuid)}.kept.json"
+        return self.path / f"{file_stem(uuid)}{_KEPT}"
 
     def make(self) -> None:
         """Makes the folder.
@@ -155,8 +156,18 @@ class StateDir:
             ) from None
 
     def states(self) -> list[Path]:
-        """All session and keep files, sessions first."""
-        return sorted(self.path.glob("*.session.json")) + sorted(self.path.glob("*.kept.json"))
+        """All session and keep files, sessions first; none if there is no folder.
+
+        Raises:
+            StateError: The folder cannot be read.
+        """
+        try:
+            names = sorted(file.name for file in self.path.iterdir())
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise StateError(f"{self.path}: cannot read the state folder ({error.strerror})") from None
+        return [self.path / n for ending in (_SESSION, _KEPT) for n in names if n.endswith(ending) and n[0] != "."]
 
 
 def write_state(path: Path, state: SavedState, *, durable: bool = True) -> None:
@@ -171,22 +182,20 @@ def write_state(path: Path, state: SavedState, *, durable: bool = True) -> None:
     Raises:
         StateError: The folder cannot be written.
     """
-    handle = -1
-    temporary = ""
+    # One name is enough: only the holder of the device's lock writes, and a crash leaves at most this one file.
+    temporary = path.with_name(f".{path.name}.new")
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with temporary.open("w", encoding="utf-8") as file:
             json.dump({"version": VERSION, **asdict(state)}, file)
             file.flush()
             if durable:
                 os.fsync(file.fileno())
-        Path(temporary).replace(path)
+        temporary.replace(path)
         if durable:
             sync_folder(path.parent)
     except OSError as error:
         with contextlib.suppress(OSError):
-            if temporary:
-                Path(temporary).unlink()
+            temporary.unlink()
         raise StateError(f"{path}: cannot save the state ({error.strerror})") from None
 
 

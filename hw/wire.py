@@ -68,8 +68,9 @@ def error_message(error: Exception) -> dict[str, Any]:
 def raised(answer: dict[str, Any]) -> DeviceError:
     """The exception that an answer stands for."""
     kind = getattr(devices, str(answer.get("error")), None)
-    known = isinstance(kind, type) and issubclass(kind, DeviceError)
-    return (kind if known else DeviceError)(str(answer.get("message")))
+    if not (isinstance(kind, type) and issubclass(kind, DeviceError)):
+        kind = DeviceError
+    return kind(str(answer.get("message")))
 
 
 def pack(value: DeviceInfo | DeviceReading) -> dict[str, Any]:

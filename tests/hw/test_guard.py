@@ -271,6 +271,22 @@ def test_a_foreign_change_is_noticed_by_reading_too():
     assert bench.guard.telemetry.state is GuardState.FROZEN
 
 
+def test_a_foreign_change_while_the_state_is_saved_is_noticed():
+    bench = Bench()
+    bench.step(400.0)
+    session = bench.guard._session
+    plain = session.announce
+
+    def slow(old_mw, next_mw):
+        plain(old_mw, next_mw)
+        bench.device.write_as_other(450_000)
+
+    session.announce = slow
+    assert not bench.step(600.0).written
+    bench.guard.close()
+    assert bench.device.requested_limit_mw() == 450_000
+
+
 def test_a_driver_reload_is_named():
     bench = Bench()
     bench.step(400.0)

@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wattgym.errors import UserError
 from wattgym.hw.audit import AuditLog, read_audit
+from wattgym.hw.simulated import SimulatedDevice
 from wattgym.hw.state import (
     DeviceAddress,
     DeviceLock,
@@ -47,9 +49,7 @@ def test_file_and_folder_are_synced_before_the_first_write(tmp_path, monkeypatch
     real = os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(str(Path(f"/proc/self/fd/{fd}").readlink())), real(fd)))
     write_state(tmp_path / "x.session.json", STATE)
-    assert len(synced) == 2
-    assert synced[0].startswith(f"{tmp_path}/.x.session.json.")
-    assert synced[1] == str(tmp_path)
+    assert synced == [str(tmp_path / ".x.session.json.new"), str(tmp_path)]
 
 
 @given(cut=st.integers(0, 200))
@@ -233,3 +233,37 @@ def test_a_missing_folder_is_counted(tmp_path):
     log.record("set", "GPU-1")
     assert log.failures == 1
     assert read_audit(log.path) == []
+
+
+def test_a_read_only_folder_leaves_hardware_and_state_as_they_were(tmp_path):
+    folder = tmp_path / "state"
+    folder.mkdir()
+    board = SimulatedDevice("h100-sxm", state_path=tmp_path / "board")
+    board.write_as_other(400_000)
+    uuid = board.info().uuid
+    state = replace(STATE, address=DeviceAddress("simulated", uuid, str(tmp_path / "board")), clocks_locked=False)
+    write_state(StateDir(folder).session_path(uuid), state)
+    folder.chmod(0o555)
+    # Root writes everywhere, so a child becomes somebody else first; what it needs is imported before.
+    code = (
+        "import os, sys; from wattgym.hw.restore import restore_all; from wattgym.hw.state import StateDir\n"
+        "import wattgym.hw.simulated\n"
+        "if os.geteuid() == 0: os.setgroups([]); os.setuid(54321)\n"
+        "print(restore_all(StateDir(sys.argv[1])))"
+    )
+    for parent in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
+        parent.chmod(0o755)
+    line = [sys.executable, "-c", code, str(folder)]
+    said = subprocess.run(line, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert said.startswith("([], [")
+    assert "nothing was changed" in said
+    assert board.requested_limit_mw() == 400_000
+    assert read_state(StateDir(folder).session_path(uuid)) == state
+
+
+@pytest.mark.parametrize("path", ["/dev/null", "/dev/null/x"])
+def test_a_folder_that_is_none_is_one_line(path):
+    with pytest.raises(UserError, match="cannot read the audit log"):
+        read_audit(Path(path) / "audit.jsonl")
+    with pytest.raises(StateError, match="cannot read the state folder"):
+        StateDir(path).states()

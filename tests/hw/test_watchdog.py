@@ -13,7 +13,7 @@ from wattgym.hw.audit import read_audit
 from wattgym.hw.guard import Guard
 from wattgym.hw.preflight import GuardConfig
 from wattgym.hw.simulated import Faults, SimulatedDevice
-from wattgym.hw.state import DeviceAddress, LockedError, SavedState, StateDir, is_alive, write_state
+from wattgym.hw.state import DeviceAddress, LockedError, SavedState, StateDir, StateError, is_alive, write_state
 from wattgym.hw.telemetry import GuardState
 from wattgym.hw.watchdog import Guarding, Watchdog, WatchdogError
 
@@ -242,3 +242,20 @@ guard.close()
 """
     result = standin.run(code, standin.uuid(0), str(tmp_path / "state"), WATTGYM_ARM="1")
     assert result.stdout.split() == ["True", "False", "False"], result.stderr
+
+
+def test_a_full_disk_stops_the_writes_not_the_restore(guarded, board, monkeypatch):
+    guard = guarded()
+    guard.set_limit_w(400.0)
+
+    def full(path, state, *, durable=True):
+        raise StateError(f"{path}: cannot save the state (No space left on device)")
+
+    monkeypatch.setattr("wattgym.hw.session.write_state", full)
+    for _ in range(3):
+        time.sleep(1.0)
+        assert not guard.set_limit_w(350.0).written
+    assert guard.telemetry.state is GuardState.FROZEN
+    assert guard.telemetry.failed_writes == 3
+    guard.close()
+    assert until(lambda: board.requested_limit_mw() == 600_000)

@@ -77,7 +77,7 @@ def set_limit(
             for note in guard.notes:
                 typer.echo(f"{guard.info.uuid}: {note}")
             _walk(guard, watts)
-            _report(guard, before_w)
+            _report(guard, before_w, watts)
             if guard.telemetry.why == "" and hold is None:
                 guard.keep()
             elif guard.telemetry.why == "":
@@ -99,11 +99,11 @@ def _walk(guard: Guard, watts: float) -> None:
         time.sleep(0.1)
 
 
-def _report(guard: Guard, before_w: float) -> None:
+def _report(guard: Guard, before_w: float, watts: float) -> None:
     from wattgym.hw.telemetry import GuardState
 
     telemetry, uuid = guard.telemetry, guard.info.uuid
-    change = f"{before_w:g} W -> {telemetry.limit_mw / 1000:g} W"
+    change = f"{before_w:g} W -> {watts:g} W"
     if telemetry.state is GuardState.DRY_RUN:
         typer.echo(f"{uuid}: dry run, nothing written: {change} ({telemetry.why})")
     elif telemetry.state is GuardState.ARMED:
