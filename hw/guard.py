@@ -246,7 +246,7 @@ class Guard:
         with self._mutex:
             self._hooks.remove()
             if self.telemetry.state is not GuardState.CLOSED:
-                self._log("close", telemetry=self.telemetry.as_dict())
+                self._log("close", counts={k: v for k, v in self.telemetry.as_dict().items() if v})
                 self.telemetry.state = GuardState.CLOSED
             return self._give_back()
 

@@ -1,6 +1,9 @@
 """Giving back, and `hw set`, `hw restore`, `hw log` on the NVML stand-in: real processes, one line per fault."""
 
+import itertools
 import json
+import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wattgym.hw.device import DeviceError
+from wattgym.hw.guard import Guard
 from wattgym.hw.restore import Outcome, give_back, restore_all
 from wattgym.hw.simulated import Faults, SimulatedDevice
 from wattgym.hw.state import DeviceAddress, DeviceLock, SavedState, StateDir, read_state, write_state
@@ -63,6 +67,50 @@ def test_only_our_own_limits_are_undone_and_twice_is_once(present, ours):
     second = give_back(device, state)
     assert device.requested_limit_mw() == expected
     assert second.outcome is (Outcome.FOREIGN if first.outcome is Outcome.FOREIGN else Outcome.ALREADY)
+
+
+class Crash(BaseException):
+    """The end of the process, as far as the code can tell."""
+
+
+@pytest.mark.parametrize("point", range(7))
+def test_a_crash_at_any_step_of_a_write_can_be_undone(tmp_path, point):
+    """Before and after each of: the state announced, the device written, the state confirmed."""
+    board = SimulatedDevice("h100-sxm", state_path=tmp_path / "board")
+    board.write_as_other(600_000)
+    folder = tmp_path / "state"
+    seconds = itertools.count(0.0, 2.0)
+    options = {"environ": {"WATTGYM_ARM": "1"}, "clock": lambda: next(seconds), "exit_hooks": False}
+    guard = Guard(board, arm=True, state_dir=folder, **options)
+    guard.set_limit_w(450.0)
+    session, steps = guard._session, iter(range(100))
+
+    def crash_here():
+        if next(steps) == point:
+            raise Crash
+
+    def crashing(plain):
+        def call(*arguments):
+            crash_here()
+            plain(*arguments)
+            crash_here()
+
+        return call
+
+    session._save = crashing(session._save)
+    board.set_power_limit_mw = crashing(board.set_power_limit_mw)
+    if point < 6:
+        with pytest.raises(Crash):
+            guard.set_limit_w(400.0)
+    else:  # a whole write takes six steps
+        assert guard.set_limit_w(400.0).written
+    os.kill(guard.watchdog_pid, signal.SIGKILL)
+    session._lock._drop()
+    assert board.requested_limit_mw() == (400_000 if point >= 3 else 450_000)
+    done, failed = restore_all(StateDir(folder))
+    assert ([d.outcome for d in done], failed) == ([Outcome.RESTORED], [])
+    assert SimulatedDevice.attach(tmp_path / "board").requested_limit_mw() == 600_000
+    session._watchdog.dismiss(done=True)
 
 
 def test_a_device_that_ignores_the_restore_is_reported():
