@@ -20,7 +20,7 @@ class SiteConfig(FrozenModel):
         surfaces: Which response surfaces jobs are drawn from: a split of plants, or explicit surface ids.
         gpus_per_job: Job sizes to draw from, GPUs.
         phase_families: Names of fitted phase models to draw from; empty = all.
-        randomise: 0 pins every parameter to its central value, 1 draws from its whole range.
+        randomise: 0 pins every parameter of a job's plant to its central value, 1 draws from its whole range.
         power_spread: Half-width of the per-job error of the nominal power (silicon, cooling, data), fraction.
         sensor: Which reading the controller gets: the board's instantaneous or average field, or its default one.
         control_delay_periods: Fewest and most whole periods by which a command acts late (control network).
@@ -157,7 +157,7 @@ class ObservationConfig(FrozenModel):
         preview_periods: Future signal samples shown (only where the service announces them).
         error_history: Past tracking errors shown.
         command_history: Past commands of each job shown.
-        integral_leak: Share of the error integral that is kept each period.
+        integral_leak: Share of the error integral and of the signal's level that is kept each period.
     """
 
     preview_periods: int = Field(default=0, ge=0, le=64)
