@@ -14,9 +14,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from stable_baselines3.common.logger import Logger
+
 from wattgym.agents.callbacks import StopTraining, TrainingCallback
 from wattgym.agents.checkpoint import algorithm_class, load_checkpoint, load_resume_state
 from wattgym.agents.config import DEFAULTS, ON_POLICY, TrainingConfig
+from wattgym.agents.event_log import EventLog
 from wattgym.agents.policy import checkpoint_folder
 from wattgym.agents.rollout import Arena
 from wattgym.agents.validation import Validation, held_out
@@ -92,7 +95,8 @@ def _learn(model: Any, config: TrainingConfig, run: RunFolder, callback: Trainin
     if remaining <= 0:
         # The run was complete when it was taken up again.
         return
-    model.set_logger(_logger(run.path / "tensorboard"))
+    folder = run.path / "tensorboard"
+    model.set_logger(Logger(str(folder), [EventLog(folder)]))
     try:
         model.learn(remaining, callback=callback, reset_num_timesteps=False)
         callback.finish()
@@ -212,12 +216,6 @@ def _mini_batch(n_steps: Any, num_envs: int) -> int:
         raise UserError(f"train.hyperparameters.n_steps: {n_steps!r} is no positive whole number")
     rollout = n_steps * num_envs
     return rollout // 4 if rollout % 4 == 0 and rollout > 4 else rollout
-
-
-def _logger(folder: Path) -> Any:
-    from stable_baselines3.common.logger import configure
-
-    return configure(str(folder), ["tensorboard"])
 
 
 @dataclass

@@ -171,10 +171,7 @@ def test_best_policy_is_the_one_of_the_best_validation(tiny, tmp_path, monkeypat
 
 @pytest.mark.parametrize("algorithm", ["ppo", "sac"])
 def test_tensorboard_holds_every_term_and_score(algorithm, ppo_run, tiny, tmp_path):
-    if algorithm == "ppo":
-        folder = ppo_run.run.path
-    else:
-        folder = train(tiny("sac"), tmp_path / "run", progress=False).run.path
+    folder = ppo_run.run.path if algorithm == "ppo" else train(tiny("sac"), tmp_path / "run", progress=False).run.path
     tags = scalars(folder)
     for name in (*TERMS, "total"):
         assert all(math.isfinite(value) for _, value in tags[f"reward/{name}"])
