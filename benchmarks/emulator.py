@@ -32,6 +32,8 @@ from wattgym.envs.power_shaping import PowerShapingEnv
 from wattgym.envs.vector import PowerShapingVecEnv
 
 PPO_ENVS = 64
+PPO = {"n_steps": 128, "batch_size": 2048, "n_epochs": 6, "policy_kwargs": {"net_arch": [128, 128]}}
+"""What training uses for 64 environments: mini-batches are a quarter of the rollout."""
 REPEATS = 3
 
 
@@ -141,16 +143,14 @@ def batch_step_s(num_envs: int, jobs: int, ticks: int, *, repeats: int = REPEATS
 
 
 def learner(kind: str) -> Any:
-    """PPO with the project's default hyper-parameters over the emulator or over nothing."""
+    """PPO over the emulator or over nothing."""
+    import stable_baselines3
     import torch
-    from stable_baselines3 import PPO
-
-    from wattgym.agents.config import DEFAULTS
 
     torch.set_num_threads(1)
     emulator = PowerShapingVecEnv(None, PPO_ENVS)
     env = emulator if kind == "emulator" else NothingVecEnv(emulator)
-    return PPO("MlpPolicy", env, policy_kwargs={"net_arch": [128, 128]}, seed=0, device="cpu", **DEFAULTS["ppo"])
+    return stable_baselines3.PPO("MlpPolicy", env, seed=0, device="cpu", **PPO)
 
 
 def ppo_ratio(turns: int) -> tuple[float, float]:
