@@ -5,9 +5,11 @@ def register_envs() -> None:
     """Registers every environment with Gymnasium, once."""
     import gymnasium as gym
 
-    if "wattgym/PowerShaping-v0" not in gym.registry:
-        gym.register(
-            id="wattgym/PowerShaping-v0",
-            entry_point="wattgym.envs.power_shaping:PowerShapingEnv",
-            vector_entry_point="wattgym.envs.vector:PowerShapingVectorEnv",
-        )
+    if "wattgym/PowerShaping-v0" in gym.registry:
+        return
+    gym.register(
+        id="wattgym/PowerShaping-v0",
+        entry_point="wattgym.envs.power_shaping:PowerShapingEnv",
+        vector_entry_point="wattgym.envs.vector:PowerShapingVectorEnv",
+    )
+    gym.register(id="wattgym/PowerShapingLive-v0", entry_point="wattgym.envs.live.env:PowerShapingLiveEnv")

@@ -161,13 +161,14 @@ class PowerShaping:
             )
         self.plant.apply(self._requested(np.minimum(np.maximum(action, -1.0), 1.0)))
         telemetry = self.plant.advance()
-        target = self.targets_w[:, self._tick]
+        # A live plant may have missed periods; what it reports is of the last one that passed.
+        self._tick = min(telemetry.tick, self.targets_w.shape[1])
+        target = self.targets_w[:, self._tick - 1]
         power = telemetry.meter_w.sum(axis=1) + telemetry.host_w
         throughput = (telemetry.throughput * self._weight).sum(axis=1)
         movement = (np.abs(telemetry.limit_w - self._limit) * self._movement_per_w).sum(axis=1)
         terms = reward_terms(self.config.reward, (power - target) * self._per_capacity, throughput, movement)
         self._limit = telemetry.limit_w
-        self._tick += 1
         return Outcome(
             observation=self._builder.build(telemetry),
             reward=terms.sum(axis=0),

@@ -1,0 +1,88 @@
+"""Closes the loop where a GPU is only simulated: the job's phases drive its draw, its limit slows the job."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from wattgym.envs.live.actuators import JobKnobs
+from wattgym.envs.profile import ActuatorKind, JobProfile
+from wattgym.hw.presets import gpu_preset
+from wattgym.hw.simulated import SimulatedDevice
+from wattgym.live.handle import JobHandle
+from wattgym.phase import Phase
+
+INTERVAL_S = 0.05
+"""How often phases and limits are looked at; well below a control period."""
+
+DEMAND = {Phase.LOAD: 0.3, Phase.COMPUTE: 1.0, Phase.EVALUATE: 0.95, Phase.CHECKPOINT: 0.35, Phase.IDLE: 0.0}
+"""Load by phase, between idle with a context (0) and full training (1): levels of the measured 8xH100 runs
+(loading 0.39 and evaluating 1.0 of node power; checkpoints are an assumption)."""
+
+
+@dataclass(frozen=True, eq=False)
+class CoupledJob:
+    """One job with its simulated devices.
+
+    Attributes:
+        handle: The training process.
+        knobs: Its knobs.
+        devices: Its devices.
+        surface: How a limit slows the job.
+        actuator: What carries out commands.
+    """
+
+    handle: JobHandle
+    knobs: JobKnobs
+    devices: Sequence[SimulatedDevice]
+    surface: JobProfile
+    actuator: ActuatorKind
+
+
+class Coupling:
+    """A thread that couples jobs and devices until it is stopped."""
+
+    def __init__(self, jobs: Sequence[CoupledJob]) -> None:
+        self._jobs = jobs
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="wattgym-coupling", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stops the thread and takes the load off the devices."""
+        self._stop.set()
+        self._thread.join()
+        for job in self._jobs:
+            for device in job.devices:
+                device.set_demand(0.0)
+
+    def couple_once(self) -> None:
+        """Brings devices and jobs in line with each other."""
+        for job in self._jobs:
+            status = job.handle.status()
+            demand = 0.0 if status.state.final else DEMAND[status.phase] * job.knobs.duty
+            for device in job.devices:
+                device.set_demand(demand)
+            job.knobs.slow_to(min(self._speed(device, job) for device in job.devices), status)
+
+    def _speed(self, device: SimulatedDevice, job: CoupledJob) -> float:
+        """Speed that the device leaves the job, as a share of full speed."""
+        if job.actuator == "power_limit":
+            return float(job.surface.throughput_at(np.asarray(device.enforced_limit_mw() / 1000.0)))
+        if job.actuator == "locked_clocks":
+            clock_mhz = device.read().sm_clock_mhz or 0.0
+            return clock_mhz / gpu_preset(job.surface.gpu).clock_mhz.max
+        return 1.0
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            started_s = time.monotonic()
+            self.couple_once()
+            self._stop.wait(max(INTERVAL_S - (time.monotonic() - started_s), INTERVAL_S / 5))

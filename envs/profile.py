@@ -1,0 +1,137 @@
+"""What is known of a plant's jobs: measured by a calibration, or nominal from a response surface.
+
+The same profile describes a live plant to its controller and builds an emulator of it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from wattgym.config import FrozenModel, parse_config, read_yaml
+from wattgym.envs.emulator.phases import PhaseFamily
+from wattgym.envs.plant import FloatArray
+from wattgym.errors import UserError
+
+SCHEMA_VERSION = 1
+
+ActuatorKind = Literal["power_limit", "locked_clocks", "duty_cycle"]
+
+
+class JobProfile(FrozenModel):
+    """One job on its devices.
+
+    A limit is what the controller commands, in watts per GPU, whatever the actuator makes of it: a power limit is
+    written as it is; clocks and duty are set to what draws about as much.
+
+    Attributes:
+        gpu: Preset of the board (`wattgym.hw.presets`).
+        n_gpus: GPUs of the job.
+        actuator: What carries out commands.
+        limit_w: Limits at which the job was measured, ascending, W per GPU.
+        power_w: Mean power per GPU while computing, W.
+        throughput: Training speed relative to the highest limit.
+        power_sd_w: Standard deviation of the power at each limit, W; how far a plant may be off.
+        throughput_sd: Standard deviation of the throughput.
+        full_samples_per_s: Training speed at the highest limit, samples/s of the whole job.
+        delay_s: Time from a command until the draw has moved half-way.
+        sensor_period_s: Time between publications of the sensor.
+        sensor_gain: Sensor's power over the meter's.
+        phases: Phases measured on the job; the fitted families are used if None.
+    """
+
+    gpu: str
+    n_gpus: int = Field(ge=1)
+    actuator: ActuatorKind = "power_limit"
+    limit_w: tuple[float, ...] = Field(min_length=2)
+    power_w: tuple[float, ...]
+    throughput: tuple[float, ...]
+    power_sd_w: tuple[float, ...] = ()
+    throughput_sd: tuple[float, ...] = ()
+    full_samples_per_s: float | None = Field(default=None, gt=0.0)
+    delay_s: float = Field(default=0.0, ge=0.0)
+    sensor_period_s: float = Field(default=0.1, gt=0.0)
+    sensor_gain: float = Field(default=1.0, gt=0.0)
+    phases: PhaseFamily | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> JobProfile:
+        n = len(self.limit_w)
+        for name in ("power_w", "throughput", "power_sd_w", "throughput_sd"):
+            values = getattr(self, name)
+            if len(values) not in ((0, n) if name.endswith(("sd", "sd_w")) else (n,)):
+                raise ValueError(f"{name} has {len(values)} values for {n} limits")
+            if any(v < 0 for v in values):
+                raise ValueError(f"{name} holds a negative value")
+        if any(b <= a for a, b in zip(self.limit_w, self.limit_w[1:], strict=False)):
+            raise ValueError(f"limit_w must ascend, got {self.limit_w}")
+        return self
+
+    def power_at(self, limit_w: FloatArray) -> FloatArray:
+        """Power of the whole job at limits per GPU, linear between the measured ones, W."""
+        return self.n_gpus * np.interp(limit_w, self.limit_w, self.power_w)
+
+    def throughput_at(self, limit_w: FloatArray) -> FloatArray:
+        """Throughput at limits per GPU, linear between the measured ones."""
+        return np.interp(limit_w, self.limit_w, self.throughput)
+
+
+class PlantProfile(FrozenModel):
+    """All jobs of a plant.
+
+    Attributes:
+        schema_version: Version of this form.
+        made_by: Command that wrote it.
+        jobs: The jobs, in the order of actions.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    made_by: str = ""
+    jobs: tuple[JobProfile, ...] = Field(min_length=1)
+
+
+def load_profile(path: str | Path) -> PlantProfile:
+    """Reads a profile.
+
+    Raises:
+        UserError: The file is missing, of another schema version, or does not fit.
+    """
+    data = read_yaml(path)
+    if isinstance(data, dict) and data.get("schema_version") != SCHEMA_VERSION:
+        raise UserError(
+            f"{path}: schema version {data.get('schema_version')!r}, this WattGym reads version {SCHEMA_VERSION}"
+        )
+    return parse_config(PlantProfile, data, str(path))
+
+
+def nominal_profile(surface_id: str, n_gpus: int, actuator: ActuatorKind = "power_limit") -> JobProfile:
+    """A job as its response surface describes it; for a duty cycle, between idle and full power.
+
+    Raises:
+        UserError: The surface is unknown.
+    """
+    from wattgym.envs.emulator.surfaces import surface_library
+    from wattgym.hw.presets import gpu_preset
+
+    surface = surface_library().get(surface_id)
+    preset = gpu_preset(surface.gpu)
+    if actuator == "power_limit":
+        low = max(surface.cap_min_w, preset.limits_w.min)
+        limit = np.linspace(low, min(surface.cap_max_w, preset.limits_w.max), 17)
+        power, throughput = surface.tabulate(limit)
+    else:
+        full, idle = float(surface.power_w[-1]), preset.context_idle_w.value
+        share = np.linspace(0.2, 1.0, 9)
+        limit = idle + share * (full - idle)
+        power, throughput = limit, share
+    return JobProfile(
+        gpu=surface.gpu,
+        n_gpus=n_gpus,
+        actuator=actuator,
+        limit_w=tuple(limit.tolist()),
+        power_w=tuple(power.tolist()),
+        throughput=tuple(throughput.tolist()),
+    )
