@@ -7,26 +7,26 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "fail_safe.py"
+BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "fail_safe_trials.py"
 
 
 def load_benchmark():
-    spec = importlib.util.spec_from_file_location("fail_safe", BENCHMARK)
+    spec = importlib.util.spec_from_file_location("fail_safe_trials", BENCHMARK)
     module = importlib.util.module_from_spec(spec)
-    sys.modules["fail_safe"] = module
+    sys.modules["fail_safe_trials"] = module
     spec.loader.exec_module(module)
     return module
 
 
-fail_safe = load_benchmark()
+trials = load_benchmark()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", fail_safe.CASES)
+@pytest.mark.parametrize("case", trials.CASES)
 def test_the_hardware_is_as_it_was(case, make_standin, tmp_path):
-    machine = fail_safe.Machine(make_standin("H100"), tmp_path / "state", random.Random(case))
+    machine = trials.Machine(make_standin("H100"), tmp_path / "state", random.Random(case))
     for _ in range(2 if case in ("SIGKILL", "hang", "device lost") else 1):
-        outcome = fail_safe.run_trial(case, machine)
+        outcome = trials.run_trial(case, machine)
         assert not outcome.wrong
         assert outcome.restored in (True, None)
         assert (outcome.restored is None) == (case in ("foreign writer", "driver reload"))

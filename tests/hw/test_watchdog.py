@@ -24,10 +24,12 @@ CONTROLLER = """
 import os, sys, time
 from pathlib import Path
 from wattgym.hw.guard import Guard
+from wattgym.hw.preflight import GuardConfig
 from wattgym.hw.simulated import SimulatedDevice
 folder = Path(sys.argv[1])
 device = SimulatedDevice("h100-sxm", state_path=folder / "board")
-guard = Guard(device, arm=True, environ={"WATTGYM_ARM": "1"}, state_dir=folder / "state")
+options = {"environ": {"WATTGYM_ARM": "1"}, "state_dir": folder / "state"}
+guard = Guard(device, arm=True, config=GuardConfig(retry_s=1.5), **options)
 guard.set_limit_w(400.0)
 if sys.argv[2] == "fork" and os.fork() == 0:
     time.sleep(60)
@@ -72,13 +74,15 @@ def guarded(board, tmp_path):
 @pytest.fixture
 def controller(board, tmp_path):
     """Starts a controller process in a group of its own; gives its PID and its watchdog's."""
-    started = []
+    started, watchdogs = [], []
 
     def start(mode="plain"):
         line = [sys.executable, "-c", CONTROLLER, str(tmp_path), mode]
         process = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, start_new_session=True)
         started.append(process)
-        return tuple(map(int, process.stdout.readline().split()))
+        pid, watchdog = map(int, process.stdout.readline().split())
+        watchdogs.append(watchdog)
+        return pid, watchdog
 
     yield start
     for process in started:
@@ -86,6 +90,9 @@ def controller(board, tmp_path):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         process.stdout.close()
+    for pid in watchdogs:  # a test that failed may have left one stopped
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_it_is_in_a_session_of_its_own_and_ignores_the_terminals_signals(guarded, board):
@@ -124,7 +131,7 @@ def test_asked_to_end_it_gives_the_device_back_first(controller, guarded, board)
 def test_signs_of_life_hold_the_lease(guarded, board):
     guard = guarded(lease_s=0.5)
     guard.set_limit_w(400.0)
-    end = time.monotonic() + 1.5
+    end = time.monotonic() + 1.0
     while time.monotonic() < end:
         guard.heartbeat()
         time.sleep(0.05)
@@ -245,7 +252,7 @@ guard.close()
 
 
 def test_a_full_disk_stops_the_writes_not_the_restore(guarded, board, monkeypatch):
-    guard = guarded()
+    guard = guarded(rules={"interval_s": 0.2})
     guard.set_limit_w(400.0)
 
     def full(path, state, *, durable=True):
@@ -253,7 +260,7 @@ def test_a_full_disk_stops_the_writes_not_the_restore(guarded, board, monkeypatc
 
     monkeypatch.setattr("wattgym.hw.session.write_state", full)
     for _ in range(3):
-        time.sleep(1.0)
+        time.sleep(0.25)
         assert not guard.set_limit_w(350.0).written
     assert guard.telemetry.state is GuardState.FROZEN
     assert guard.telemetry.failed_writes == 3
