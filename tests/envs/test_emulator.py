@@ -9,6 +9,7 @@ import pytest
 from wattgym.envs.config import PowerShapingConfig
 from wattgym.envs.emulator.draw import GAIN_CLIP
 from wattgym.envs.emulator.emulator import Emulator
+from wattgym.envs.emulator.jitter import BLOCK
 from wattgym.envs.emulator.library import RANGED
 from wattgym.envs.emulator.phases import load_phase_families
 from wattgym.envs.emulator.surfaces import surface_library
@@ -313,6 +314,18 @@ def test_compute_has_the_fitted_noise(family):
         left = np.linspace(0.0, fit.ripple.period_s, 2_001)[:-1, None] + np.linspace(0.0, 2.0, 401)[None]
         variance += (fit.ripple.depth * ((left % fit.ripple.period_s) < fit.ripple.dip_s).mean(axis=1)).var()
     assert power.std() == pytest.approx(fit.gpu_gain * np.sqrt(variance), rel=0.06)
+
+
+def test_noise_goes_on_over_blocks_without_repeating():
+    site = {"surfaces": ("h100-sxm/assumed/compute_bound",), "phase_families": ("lora_8xh100",), "randomise": 0.0}
+    emulator = started(build(**site, jobs=64), batch=4)
+    telemetry = run(emulator, 700.0, 2 * BLOCK + 1)
+    power = np.stack([t.meter_w for t in telemetry]) / emulator.spec.power_table_w[:, :, -1]
+    always = np.all([t.phase == Phase.COMPUTE for t in telemetry], axis=0)
+    assert always.sum() > 20
+    a, b = power[:BLOCK, always].ravel(), power[BLOCK : 2 * BLOCK, always].ravel()
+    assert abs(np.corrcoef(a, b)[0, 1]) < 0.1
+    assert b.std() == pytest.approx(a.std(), rel=0.15)
 
 
 def test_simulated_lora_power_is_distributed_as_measured():
