@@ -9,9 +9,9 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+
 from wattgym.envs.emulator import phases
 from wattgym.envs.emulator.phases import ComputeNoise, load_phase_families
-
 from wattgym.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from wattgym.envs.emulator.surfaces import SPLITS, load_surfaces, surface_library
 
+from wattgym.envs.emulator.surfaces import SPLITS, load_surfaces, surface_library
 from wattgym.errors import UserError
 
 ALL = load_surfaces()
