@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    runs: Annotated[list[Path] | None, typer.Argument(help="Training run folders; none: baselines alone.")] = None,
+    runs: Annotated[
+        list[Path] | None, typer.Argument(help="Training runs or policy bundles; none: baselines alone.")
+    ] = None,
     baselines: Annotated[str, typer.Option(help="all, none, or names separated by commas.")] = "all",
     families: Annotated[str, typer.Option(help="Signal families, separated by commas.")] = "regd,rega,droop",
     split: Annotated[str, typer.Option(help="Split of signals and plants: train, validation or test.")] = "test",
@@ -92,7 +94,7 @@ def tune_baselines(
     _check_folder(out.parent)
     options = {"config": config, "budget": budget, "scenarios": scenarios, "seed": seed, "out": out}
     command = shlex.join(["wattgym", "tune-baselines", *(f"--{name}={value}" for name, value in options.items())])
-    with tqdm(total=budget * len(TUNABLE), unit="setting", desc="tune") as bar:
+    with tqdm(total=budget * len(TUNABLE), unit="setting", desc="tune", delay=0.5) as bar:
         tuned = run_tuning(
             env, budget=budget, scenarios=scenarios, seed=seed, command=command, progress=lambda *_: bar.update()
         )
@@ -127,7 +129,8 @@ def _load_runs(
                 other = f"{config}" if config else f"{runs[0]}"
                 raise UserError(f"{path}: was trained with another env.{key} than {other}; evaluate it alone")
         for group in groups.values():
-            if group[0].config == policy.config.model_copy(update={"seed": group[0].config.seed}):
+            same_kind = type(group[0].controller) is type(policy.controller)
+            if same_kind and group[0].config == policy.config.model_copy(update={"seed": group[0].config.seed}):
                 group.append(policy)
                 break
         else:
