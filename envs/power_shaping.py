@@ -10,14 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wattgym.config import parse_config
+from wattgym.envs.batch import next_seed
 from wattgym.envs.config import PowerShapingConfig
 from wattgym.envs.emulator.emulator import Emulator
 from wattgym.envs.observation import BOUND
 from wattgym.envs.plant import Plant
 from wattgym.envs.reward import TERMS
 from wattgym.envs.shaping import ControlTask, Outcome, PowerShaping
-
-MAX_SEED = 2**63 - 1
 
 
 def as_config(config: PowerShapingConfig | Mapping[str, Any] | None) -> PowerShapingConfig:
@@ -94,11 +93,6 @@ class PowerShapingEnv(gym.Env[NDArray[np.float32], NDArray[np.float32]]):
     def close(self) -> None:
         """Releases the plant."""
         self._shaping.plant.close()
-
-
-def next_seed(rng: np.random.Generator) -> int:
-    """The seed of an environment's next episode."""
-    return int(rng.integers(MAX_SEED))
 
 
 def step_info(outcome: Outcome, index: int) -> dict[str, Any]:

@@ -13,3 +13,9 @@ def register_envs() -> None:
         vector_entry_point="wattgym.envs.vector:PowerShapingVectorEnv",
     )
     gym.register(id="wattgym/PowerShapingLive-v0", entry_point="wattgym.envs.live.env:PowerShapingLiveEnv")
+    if "wattgym/SiteSelection-v0" not in gym.registry:
+        gym.register(
+            id="wattgym/SiteSelection-v0",
+            entry_point="wattgym.envs.site_selection:SiteSelectionEnv",
+            vector_entry_point="wattgym.envs.site_selection_vector:SiteSelectionVectorEnv",
+        )

@@ -1,0 +1,27 @@
+"""Structs of arrays with one row per environment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]
+
+
+@dataclass(eq=False)
+class Rows:
+    """A dataclass whose every field is an array with the environment as its leading axis."""
+
+    def take(self, rows: IntArray) -> Self:
+        """A copy of some environments, in the order named; an environment may be named more than once."""
+        return type(self)(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
+
+    def put(self, rows: IntArray, new: Self) -> None:
+        """Overwrites some environments in place."""
+        for field in fields(self):
+            getattr(self, field.name)[rows] = getattr(new, field.name)
