@@ -89,6 +89,18 @@ class TrainingConfig(FrozenModel):
     seed: int = Field(default=0, ge=0)
 
     @model_validator(mode="after")
+    def _network_is_read(self) -> TrainingConfig:
+        # Keys that nothing would read are refused, as misspelt ones are.
+        default, algorithm = NetworkConfig(), self.train.algorithm
+        readers: dict[str, tuple[Algorithm, ...]] = {"log_std_init": ON_POLICY, "lstm_hidden": ("recurrent_ppo",)}
+        for key, algorithms in readers.items():
+            if algorithm not in algorithms and getattr(self.network, key) != getattr(default, key):
+                raise ValueError(
+                    f"network.{key} has no meaning for '{algorithm}'; it goes with {', '.join(algorithms)}"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _trains_on_training_data(self) -> TrainingConfig:
         if self.env.signal.split != "train":
             raise ValueError(f"env.signal.split must be 'train' in a training run, got '{self.env.signal.split}'")

@@ -27,7 +27,7 @@ TINY = {
         "checkpoint_steps": 256,
         "hyperparameters": {"n_steps": 32, "n_epochs": 2},
     },
-    "network": {"hidden": [16], "lstm_hidden": 8},
+    "network": {"hidden": [16]},
     "validation": {"every_steps": 256, "scenarios": 2, "episode_s": 600.0},
 }
 OFF_POLICY = {"learning_starts": 100, "batch_size": 32, "buffer_size": 2000, "train_freq": 8}
@@ -40,6 +40,8 @@ def tiny():
     def build(algorithm="ppo", **changes):
         data = copy.deepcopy(TINY)
         data["train"]["algorithm"] = algorithm
+        if algorithm == "recurrent_ppo":
+            data["network"]["lstm_hidden"] = 8
         if algorithm in ("sac", "tqc"):
             data["train"]["hyperparameters"] = dict(OFF_POLICY)
         for key, value in changes.items():

@@ -232,9 +232,11 @@ def test_bad_configurations_are_refused_before_a_folder_is_made(changes, message
     [
         ({"env__signal__split": "test"}, "env.signal.split must be 'train'"),
         ({"env__site__surfaces": "test"}, "held-out split 'test'"),
+        ({"algorithm": "sac", "network__log_std_init": 0.0}, "network.log_std_init has no meaning for 'sac'"),
+        ({"network__lstm_hidden": 3}, "network.lstm_hidden has no meaning for 'ppo'; it goes with recurrent_ppo"),
     ],
 )
-def test_training_on_held_out_data_is_refused(changes, message, tiny):
+def test_configurations_that_contradict_themselves_are_refused(changes, message, tiny):
     with pytest.raises(UserError, match=message):
         tiny(**changes)
 
