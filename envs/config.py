@@ -18,8 +18,10 @@ class SiteConfig(FrozenModel):
     Attributes:
         jobs: Training jobs J that share the site.
         surfaces: Which response surfaces jobs are drawn from: a split of plants, or explicit surface ids.
+        profile: File of a calibrated plant (`wattgym hw calibrate`): its jobs, with their measured spread, instead of
+            drawn ones. It has its own surfaces, sizes, spread and sensor, and phases where it measured them.
         gpus_per_job: Job sizes to draw from, GPUs.
-        phase_families: Names of fitted phase models to draw from; empty = all.
+        phase_families: Names of fitted phase models to draw from; empty = all, or those that the profile measured.
         randomise: 0 pins every parameter of a job's plant to its central value, 1 draws from its whole range.
         power_spread: Half-width of the per-job error of the nominal power (silicon, cooling, data), fraction.
         sensor: Which reading the controller gets: the board's instantaneous or average field, or its default one.
@@ -30,6 +32,7 @@ class SiteConfig(FrozenModel):
 
     jobs: int = Field(default=4, ge=1, le=4096)
     surfaces: Split | tuple[str, ...] = "train"
+    profile: str | None = None
     gpus_per_job: tuple[int, ...] = Field(default=(8, 16, 32), min_length=1)
     phase_families: tuple[str, ...] = ()
     randomise: float = Field(default=1.0, ge=0.0, le=1.0)
@@ -48,6 +51,11 @@ class SiteConfig(FrozenModel):
             raise ValueError(f"gpus_per_job needs at least 1 GPU a job, got {min(self.gpus_per_job)}")
         if isinstance(self.surfaces, tuple) and not self.surfaces:
             raise ValueError("surfaces needs at least one surface id, or a split")
+        if self.profile is not None:
+            # Keys that nothing would read are refused, as misspelt ones are.
+            for name in ("surfaces", "gpus_per_job", "power_spread", "sensor"):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(f"profile and {name} exclude each other: the profile has its own")
         return self
 
 

@@ -15,6 +15,8 @@ from wattgym.config import FrozenModel, parse_config, read_yaml
 from wattgym.envs.emulator.phases import PhaseFamily
 from wattgym.envs.plant import FloatArray
 from wattgym.errors import UserError
+from wattgym.files import atomic_write_text
+from wattgym.hw.presets import gpu_preset
 
 SCHEMA_VERSION = 1
 
@@ -31,14 +33,19 @@ class JobProfile(FrozenModel):
         gpu: Preset of the board (`wattgym.hw.presets`).
         n_gpus: GPUs of the job.
         actuator: What carries out commands.
+        device: Name that the devices report; empty where nothing was measured.
+        model: Model that was trained; empty where nothing was measured.
+        samples_per_update: Samples of an optimiser step of that training.
+        default_limit_w: Limit that the command rules' fractions are of, W per GPU; the highest if None.
         limit_w: Limits at which the job was measured, ascending, W per GPU.
         power_w: Mean power per GPU while computing, W.
         throughput: Training speed relative to the highest limit.
         power_sd_w: Standard deviation of the power at each limit, W; how far a plant may be off.
-        throughput_sd: Standard deviation of the throughput.
+        throughput_sd: Standard deviation of the throughput, likewise.
         full_samples_per_s: Training speed at the highest limit, samples/s of the whole job.
         delay_s: Time from a command until the draw has moved half-way.
         sensor_period_s: Time between publications of the sensor.
+        sensor_window_s: Time that a reading is the mean of.
         sensor_gain: Sensor's power over the meter's.
         phases: Phases measured on the job; the fitted families are used if None.
     """
@@ -46,6 +53,10 @@ class JobProfile(FrozenModel):
     gpu: str
     n_gpus: int = Field(ge=1)
     actuator: ActuatorKind = "power_limit"
+    device: str = ""
+    model: str = ""
+    samples_per_update: int | None = Field(default=None, ge=1)
+    default_limit_w: float | None = Field(default=None, gt=0.0)
     limit_w: tuple[float, ...] = Field(min_length=2)
     power_w: tuple[float, ...]
     throughput: tuple[float, ...]
@@ -54,6 +65,7 @@ class JobProfile(FrozenModel):
     full_samples_per_s: float | None = Field(default=None, gt=0.0)
     delay_s: float = Field(default=0.0, ge=0.0)
     sensor_period_s: float = Field(default=0.1, gt=0.0)
+    sensor_window_s: float = Field(default=0.1, gt=0.0)
     sensor_gain: float = Field(default=1.0, gt=0.0)
     phases: PhaseFamily | None = None
 
@@ -66,9 +78,38 @@ class JobProfile(FrozenModel):
                 raise ValueError(f"{name} has {len(values)} values for {n} limits")
             if any(v < 0 for v in values):
                 raise ValueError(f"{name} holds a negative value")
+        for name in ("limit_w", "power_w", "throughput"):
+            if not min(getattr(self, name)) > 0:
+                raise ValueError(f"{name} must be above 0 throughout")
+        gpu_preset(self.gpu)
         if any(b <= a for a, b in zip(self.limit_w, self.limit_w[1:], strict=False)):
             raise ValueError(f"limit_w must ascend, got {self.limit_w}")
         return self
+
+    @property
+    def full_power_w(self) -> float:
+        """Power per GPU at the highest limit, W."""
+        return self.power_w[-1]
+
+    @property
+    def rules_default_w(self) -> float:
+        """Limit that the command rules' fractions are of, W per GPU."""
+        return self.limit_w[-1] if self.default_limit_w is None else self.default_limit_w
+
+    def check_fits(self, where: str, **found: object) -> None:
+        """Refuses a profile that was measured on something else.
+
+        Args:
+            where: The profile's place, for the message.
+            found: What the plant has by the name of the profile's field; fields that the profile leaves empty fit.
+
+        Raises:
+            UserError: A field differs; the message names it.
+        """
+        for name, value in found.items():
+            measured = getattr(self, name)
+            if measured not in ("", None) and measured != value:
+                raise UserError(f"{where}: {name} is {measured!r}, the plant's is {value!r}; calibrate again")
 
     def power_at(self, limit_w: FloatArray) -> FloatArray:
         """Power of the whole job at limits per GPU, linear between the measured ones, W."""
@@ -79,17 +120,33 @@ class JobProfile(FrozenModel):
         return np.interp(limit_w, self.limit_w, self.throughput)
 
 
+class HeldOut(FrozenModel):
+    """Mean absolute error of predicted measurements, as a share of the measured value.
+
+    Attributes:
+        dwells: Measurements predicted, over all jobs.
+        power: Error of the power.
+        throughput: Error of the throughput.
+    """
+
+    dwells: int = Field(ge=1)
+    power: float = Field(ge=0.0)
+    throughput: float = Field(ge=0.0)
+
+
 class PlantProfile(FrozenModel):
     """All jobs of a plant.
 
     Attributes:
         schema_version: Version of this form.
         made_by: Command that wrote it.
+        held_out: How well a fit of some of the measurements predicts the others.
         jobs: The jobs, in the order of actions.
     """
 
     schema_version: int = SCHEMA_VERSION
     made_by: str = ""
+    held_out: HeldOut | None = None
     jobs: tuple[JobProfile, ...] = Field(min_length=1)
 
 
@@ -107,6 +164,17 @@ def load_profile(path: str | Path) -> PlantProfile:
     return parse_config(PlantProfile, data, str(path))
 
 
+def save_profile(profile: PlantProfile, path: str | Path) -> None:
+    """Writes a profile, or leaves an old file untouched.
+
+    Raises:
+        UserError: The operating system refused.
+    """
+    import yaml
+
+    atomic_write_text(path, yaml.safe_dump(profile.model_dump(mode="json", exclude_none=True), sort_keys=False))
+
+
 def nominal_profile(surface_id: str, n_gpus: int, actuator: ActuatorKind = "power_limit") -> JobProfile:
     """A job as its response surface describes it; for a duty cycle, between idle and full power.
 
@@ -114,15 +182,16 @@ def nominal_profile(surface_id: str, n_gpus: int, actuator: ActuatorKind = "powe
         UserError: The surface is unknown.
     """
     from wattgym.envs.emulator.surfaces import surface_library
-    from wattgym.hw.presets import gpu_preset
 
     surface = surface_library().get(surface_id)
     preset = gpu_preset(surface.gpu)
     if actuator == "power_limit":
+        default_w: float | None = preset.limits_w.default
         low = max(surface.cap_min_w, preset.limits_w.min)
         limit = np.linspace(low, min(surface.cap_max_w, preset.limits_w.max), 17)
         power, throughput = surface.tabulate(limit)
     else:
+        default_w = None
         full, idle = float(surface.power_w[-1]), preset.context_idle_w.value
         share = np.linspace(0.2, 1.0, 9)
         limit = idle + share * (full - idle)
@@ -131,6 +200,7 @@ def nominal_profile(surface_id: str, n_gpus: int, actuator: ActuatorKind = "powe
         gpu=surface.gpu,
         n_gpus=n_gpus,
         actuator=actuator,
+        default_limit_w=default_w,
         limit_w=tuple(limit.tolist()),
         power_w=tuple(power.tolist()),
         throughput=tuple(throughput.tolist()),

@@ -50,8 +50,8 @@ def open_devices(
     opened: list[Device] = []
     try:
         if backend == "simulated":
-            for preset, index in dict.fromkeys(_simulated_addresses(devices, state_dir)):
-                opened.append(_open_simulated(preset, index, state_dir))
+            for preset, index, seed in dict.fromkeys(_simulated_addresses(devices, state_dir)):
+                opened.append(_open_simulated(preset, index, seed, state_dir))
         else:
             for uuid in _nvml_uuids(devices):
                 opened.append(_open_nvml(uuid))
@@ -81,37 +81,39 @@ def _open_nvml(uuid: str) -> Device:
     return NvmlDevice(uuid)
 
 
-def _simulated_addresses(devices: Sequence[str] | None, state_dir: Path | None) -> list[tuple[str, int]]:
+def _simulated_addresses(devices: Sequence[str] | None, state_dir: Path | None) -> list[tuple[str, int, int | None]]:
     if not devices and state_dir is not None and state_dir.is_dir():
         devices = sorted(path.name.removesuffix(_STATE_SUFFIX) for path in state_dir.glob(f"SIM-*{_STATE_SUFFIX}"))
     return [_simulated_address(device) for device in devices or ["h100-sxm"]]
 
 
-def _simulated_address(device: str) -> tuple[str, int]:
+def _simulated_address(device: str) -> tuple[str, int, int | None]:
     from wattgym.hw.presets import load_presets
 
-    if device.startswith("SIM-"):
-        preset, _, number = device.removeprefix("SIM-").rpartition("-")
+    address, at, seed = device.partition("@")
+    if address.startswith("SIM-"):
+        preset, _, number = address.removeprefix("SIM-").rpartition("-")
     else:
-        preset, _, number = device.partition(":")
-    if preset not in load_presets() or not re.fullmatch("[0-9]{0,9}", number):
+        preset, _, number = address.partition(":")
+    well_formed = re.fullmatch("[0-9]{0,9}", number) and re.fullmatch("[0-9]{1,18}" if at else "", seed)
+    if preset not in load_presets() or not well_formed:
         known = ", ".join(load_presets())
         raise DeviceNotFoundError(
-            f"simulated device {device!r}: give PRESET, PRESET:N or SIM-PRESET-N with one of {known}"
+            f"simulated device {device!r}: give PRESET, PRESET:N or SIM-PRESET-N (and @SEED) with one of {known}"
         )
-    return preset, int(number or "0")
+    return preset, int(number or "0"), int(seed) if seed else None
 
 
-def _open_simulated(preset: str, index: int, state_dir: Path | None) -> Device:
+def _open_simulated(preset: str, index: int, seed: int | None, state_dir: Path | None) -> Device:
     from wattgym.hw.simulated import SimulatedDevice
 
     if state_dir is None:
-        return SimulatedDevice(preset, index=index)
+        return SimulatedDevice(preset, index=index, seed=seed)
     try:
         state_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{state_dir}: cannot keep simulated devices there: {error.strerror}") from None
     path = state_dir / f"SIM-{preset}-{index}{_STATE_SUFFIX}"
-    if path.exists():
-        return SimulatedDevice.attach(path)  # its state knows whether it was drawn from a seed
-    return SimulatedDevice(preset, index=index, state_path=path)
+    if not path.exists():
+        return SimulatedDevice(preset, index=index, seed=seed, state_path=path)
+    return SimulatedDevice.attach(path, seed)  # its state knows whether it was drawn from a seed

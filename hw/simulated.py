@@ -138,13 +138,19 @@ class SimulatedDevice(Device):
             self._info = self._describe(state, index)
 
     @classmethod
-    def attach(cls, state_path: Path) -> SimulatedDevice:
+    def attach(cls, state_path: Path, wanted_seed: int | None = None) -> SimulatedDevice:
         """Opens the device whose state a file holds.
 
+        Args:
+            state_path: The file.
+            wanted_seed: Seed that its board must have been drawn from; any if None.
+
         Raises:
-            UserError: No such file, or not a device's state.
+            UserError: No such file, not a device's state, or of a board of another seed.
         """
-        _, preset, index, seed = stored_identity(state_path)
+        uuid, preset, index, seed = stored_identity(state_path)
+        if wanted_seed not in (None, seed):
+            raise UserError(f"{state_path}: {uuid} was drawn from seed {seed}, not {wanted_seed}; take another number")
         return cls(preset, index=index, seed=seed, state_path=state_path)
 
     # --- Device

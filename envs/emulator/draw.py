@@ -89,8 +89,7 @@ def draw_sites(
     row = {name: u[index] for name, index in _ROW.items()}
     spread = config.randomise
 
-    surface = _choose(row["surface"], len(library.surfaces))
-    n_gpus = np.array(config.gpus_per_job)[_choose(row["gpus"], len(config.gpus_per_job))]
+    surface, n_gpus, family = _choose_jobs(row, config, library)
     ranges = library.ranges[:, surface]
     actuator = _in_range(ranges, u[: len(RANGED)], spread)
 
@@ -105,7 +104,8 @@ def draw_sites(
     # that asks for more is throttled sooner: at a limit c it runs as a nominal job would at c divided by its excess.
     low_share, high_share = (library.power_range[surface, i] for i in range(2))
     own = low_share + row["full_power"] * (high_share - low_share)
-    own = own * (1.0 + config.power_spread * (2.0 * row["full_power"] - 1.0))
+    if library.calibrated is None:
+        own = own * (1.0 + config.power_spread * (2.0 * row["full_power"] - 1.0))
     excess = 1.0 + spread * (own - 1.0)
     full_w = library.power_w[surface, -1]
     drawn_ratio = actuator[RANGED.index("drawn_share")] / ranges[RANGED.index("drawn_share"), ..., 0]
@@ -114,12 +114,12 @@ def draw_sites(
     sigma = spread * _normal(row["throughput"])[..., None]
     speed = np.maximum(speed + sigma * library.lookup(library.throughput_sd, surface, limits), 0.01)
 
-    period, window, gain_sd, offset_sd = (library.sensor[surface, i] for i in range(4))
-    gain = 1.0 + np.clip(spread * gain_sd * _normal(row["gain"]), -GAIN_CLIP, GAIN_CLIP)
+    period, window, gain, gain_sd, offset_sd = (library.sensor[surface, i] for i in range(5))
+    gain = gain + np.clip(spread * gain_sd * _normal(row["gain"]), -GAIN_CLIP, GAIN_CLIP)
     low_delay, high_delay = config.control_delay_periods
     return DrawnSite(
         surface=surface,
-        family=_choose(row["family"], len(library.families)),
+        family=family,
         n_gpus=n_gpus,
         shaped=shaped,
         default_limit_w=np.minimum(default, shaped.high_w),
@@ -137,6 +137,20 @@ def draw_sites(
         sensor_offset_w=spread * offset_sd * _normal(row["offset"]) * n_gpus,
         start=row["start"],
     )
+
+
+def _choose_jobs(
+    row: dict[str, FloatArray], config: SiteConfig, library: SiteLibrary
+) -> tuple[IntArray, IntArray, IntArray]:
+    """Surface, GPUs and phase family of each job, each `(B, J)`."""
+    family = _choose(row["family"], library.drawable)
+    jobs = library.calibrated
+    if jobs is None:
+        n_gpus = np.array(config.gpus_per_job)[_choose(row["gpus"], len(config.gpus_per_job))]
+        return _choose(row["surface"], len(library.surfaces)), n_gpus, family
+    shape = family.shape
+    surface = np.broadcast_to(np.arange(shape[1]), shape)
+    return surface, np.broadcast_to(jobs.n_gpus, shape), np.where(jobs.family >= 0, jobs.family, family)
 
 
 def _ceiling(

@@ -23,8 +23,10 @@ from wattgym.envs.live.actuators import (
 )
 from wattgym.envs.live.config import LiveConfig, LiveJob
 from wattgym.envs.live.coupling import CoupledJob, Coupling
+from wattgym.envs.live.fit import fitted_profile
+from wattgym.envs.live.sample import JobSample
 from wattgym.envs.plant import FloatArray, PlantSpec, Telemetry
-from wattgym.envs.profile import ActuatorKind, JobProfile, load_profile, nominal_profile
+from wattgym.envs.profile import ActuatorKind, JobProfile, nominal_profile
 from wattgym.errors import UserError
 from wattgym.hw.device import Device, DeviceReading
 from wattgym.hw.energy import EnergyMeter
@@ -65,6 +67,7 @@ class _MeteredDevice:
         self.guard = guard
         self.meter = EnergyMeter()
         self._lock = threading.Lock()
+        self._metered = float("nan"), -float("inf")
 
     def info(self) -> object:
         return self.guard.info
@@ -73,11 +76,14 @@ class _MeteredDevice:
         reading = self.guard.read()
         with self._lock:
             self.meter.add(reading)
+            # The counter advances when the sensor publishes, not when it is read.
+            self._metered = self.meter.energy_j, reading.t_s - (reading.age_s or 0.0)
         return reading
 
-    def energy_j(self) -> float:
+    def metered(self) -> tuple[float, float]:
+        """Energy since the first reading (J), and the time up to which it counts (s)."""
         with self._lock:
-            return self.meter.energy_j
+            return self._metered
 
 
 @dataclass(eq=False)
@@ -157,6 +163,15 @@ class LivePlant:
     def job_status(self) -> tuple[JobStatus, ...]:
         """Status of every job, as it is now."""
         return tuple(job.handle.status() for job in self._jobs)
+
+    @property
+    def profiles(self) -> tuple[JobProfile, ...]:
+        """What is known of each job: calibrated, or nominal."""
+        return tuple(job.profile for job in self._jobs)
+
+    def sample(self) -> tuple[JobSample, ...]:
+        """Every job as it is now; does not wait and changes nothing."""
+        return tuple(self._sample(job) for job in self._jobs)
 
     def reset(self, rngs: Sequence[np.random.Generator]) -> Telemetry:
         """Starts jobs and devices the first time; every time, a new episode begins at the present moment.
@@ -239,7 +254,6 @@ class LivePlant:
 
     def _start(self) -> None:
         config = self._config
-        profiles = self._profiles()
         simulated = config.backend == "simulated"
         by_job: list[list[Device]] = []
         for job in config.jobs:
@@ -254,10 +268,10 @@ class LivePlant:
         guards = iter(self._guards)
         coupled: list[CoupledJob] = []
         handles = [JobHandle.start(job.training, self._folder / f"job{j}") for j, job in enumerate(config.jobs)]
-        for job, handle, devices, profile in zip(config.jobs, handles, by_job, profiles, strict=True):
+        for j, (job, handle, devices) in enumerate(zip(config.jobs, handles, by_job, strict=True)):
             own = [next(guards) for _ in devices]
             knobs = JobKnobs(handle, job.pace)
-            profile = profile if profile.actuator == kind else self._for_actuator(profile, job, kind)
+            profile = fitted_profile(config, j, own[0].info, kind)
             self._jobs.append(
                 _Job(
                     config=job,
@@ -285,28 +299,6 @@ class LivePlant:
         self._spec = self._describe()
         self._worker = threading.Thread(target=self._carry_out, name="wattgym-actuator", daemon=True)
         self._worker.start()
-
-    def _profiles(self) -> list[JobProfile]:
-        config = self._config
-        if config.profile is None:
-            return [nominal_profile(job.surface, len(job.devices)) for job in config.jobs]
-        profiles = list(load_profile(config.profile).jobs)
-        if len(profiles) != len(config.jobs):
-            raise UserError(f"{config.profile}: describes {len(profiles)} jobs, the plant has {len(config.jobs)}")
-        for j, (profile, job) in enumerate(zip(profiles, config.jobs, strict=True)):
-            if profile.n_gpus != len(job.devices):
-                raise UserError(
-                    f"{config.profile}: job {j} was measured on {profile.n_gpus} GPUs, it has {len(job.devices)}"
-                )
-        return profiles
-
-    def _for_actuator(self, profile: JobProfile, job: LiveJob, kind: ActuatorKind) -> JobProfile:
-        if self._config.profile is not None:
-            raise UserError(
-                f"{self._config.profile}: measured with actuator '{profile.actuator}', this process may use '{kind}'; "
-                "calibrate again"
-            )
-        return nominal_profile(job.surface, len(job.devices), kind)
 
     def _actuator(self, kind: ActuatorKind, guards: list[Guard], knobs: JobKnobs, profile: JobProfile) -> Actuator:
         if kind == "power_limit":
@@ -358,26 +350,33 @@ class LivePlant:
 
     def _observe(self, job: _Job) -> tuple[float, float, float, int, float]:
         """Sensor power (W), meter power (W), progress, phase and age (s) since the last observation."""
-        assert self._poller is not None
-        sensor_w, energy_j, age_s = 0.0, 0.0, 0.0
-        read_at_s = time.monotonic()
-        for device in job.devices:
-            polled = self._poller.latest(device.guard.info.uuid)
-            power_w = polled.reading.power_w if polled.reading else None
-            sensor_w += np.nan if power_w is None else power_w
-            age_s = max(age_s, polled.age_s + ((polled.reading.age_s or 0.0) if polled.reading else 0.0))
-            energy_j += device.energy_j()
-            if polled.reading is not None:
-                # The counter advances when the sensor publishes, not when it is read.
-                read_at_s = min(read_at_s, polled.reading.t_s - (polled.reading.age_s or 0.0))
-        status = job.handle.status()
+        sample = self._sample(job)
+        status, sensor_w, energy_j = sample.status, sample.sensor_w, sample.energy_j
         done = progress(job.status, status)
         elapsed_s = max(status.heartbeat_s - job.status.heartbeat_s, 1e-3)
-        metered_s = read_at_s - job.read_at_s
+        metered_s = sample.metered_s - job.read_at_s
         meter_w = (energy_j - job.energy_j) / metered_s if metered_s > 0 else sensor_w
-        job.status, job.energy_j, job.read_at_s = status, energy_j, read_at_s
+        job.status, job.energy_j, job.read_at_s = status, energy_j, sample.metered_s
         speed = done.samples / elapsed_s / max(job.full_samples_per_s, 1e-9)
-        return sensor_w, meter_w, speed, int(status.phase), age_s
+        return sensor_w, meter_w, speed, int(status.phase), sample.age_s
+
+    def _sample(self, job: _Job) -> JobSample:
+        assert self._poller is not None
+        now_s = time.monotonic()
+        metered = [device.metered() for device in job.devices]
+        readings = [self._poller.latest(device.guard.info.uuid).reading for device in job.devices]
+        watts = [reading.power_w if reading else None for reading in readings]
+        published_s = [at_s for _, at_s in metered]
+        return JobSample(
+            t_s=now_s,
+            age_s=now_s - min(published_s),
+            sensor_w=sum(np.nan if power_w is None else power_w for power_w in watts),
+            energy_j=sum(energy_j for energy_j, _ in metered),
+            # Devices publish at times of their own; what they drew together belongs to the middle of those.
+            metered_s=sum(published_s) / len(published_s),
+            limit_w=job.actuator.limit_w,
+            status=job.handle.status(),
+        )
 
     def _telemetry(self, rows: list[tuple[float, float, float, int, float]]) -> Telemetry:
         sensor, meter, speed, phase, age = (np.array([column]) for column in zip(*rows, strict=True))
