@@ -148,7 +148,7 @@ class TrainingCallback(BaseCallback):
             },
         }
         if self._config.train.algorithm == "recurrent_ppo":
-            state["lstm_states"] = self.model._last_lstm_states
+            state["lstm_states"] = self.model._last_lstm_states  # type: ignore[attr-defined]
         folder = self._folder / "checkpoints" / f"step_{self.model.num_timesteps:012d}"
         save_checkpoint(folder, self.model, self._config.train.algorithm, self._features(), state)
         for older in sorted(folder.parent.glob("step_*"))[:-2]:

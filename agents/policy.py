@@ -1,4 +1,4 @@
-"""The policy of a training run."""
+"""The policy of a training run, or of the bundle made of one."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from wattgym.agents.bundle import MANIFEST, BundleController, is_bundle, load_bundle
 from wattgym.agents.checkpoint import PolicyController, load_checkpoint, replaced_folder
 from wattgym.agents.config import TrainingConfig
+from wattgym.agents.controller import Controller
 from wattgym.config import parse_config
 from wattgym.errors import UserError
 from wattgym.runs import CONFIG_FILE, RunFolder
@@ -46,13 +48,13 @@ class TrainedPolicy:
     """A run's policy and where it comes from.
 
     Attributes:
-        controller: The policy, named after its run folder.
+        controller: The policy, named after its run folder (and " (bundle)" if it is one).
         config: The configuration it was trained under.
         run: The run.
         steps: Environment steps it was trained for.
     """
 
-    controller: PolicyController
+    controller: Controller
     config: TrainingConfig
     run: RunFolder
     steps: int
@@ -61,9 +63,15 @@ class TrainedPolicy:
 def load_policy(path: str | Path, which: Which = "best") -> TrainedPolicy:
     """A run's policy: its best on validation, or its last checkpoint (also where nothing was validated yet).
 
+    Args:
+        path: Run folder, or a bundle, which holds but one policy.
+        which: Checkpoint of a run.
+
     Raises:
-        UserError: The folder is no training run, is of another version, or is damaged.
+        UserError: The folder is neither a training run nor a bundle, is of another version, or is damaged.
     """
+    if is_bundle(path):
+        return _bundled(Path(path))
     run = RunFolder.open(path, kind="training")
     config = training_config(run)
     checkpoint = load_checkpoint(checkpoint_folder(run, which))
@@ -71,3 +79,12 @@ def load_policy(path: str | Path, which: Which = "best") -> TrainedPolicy:
     name = run.path.resolve().name
     controller = PolicyController(checkpoint.model, manifest.normaliser, manifest.features, name)
     return TrainedPolicy(controller, config, run, manifest.steps)
+
+
+def _bundled(path: Path) -> TrainedPolicy:
+    bundle = load_bundle(path)
+    training = bundle.manifest.training
+    config = parse_config(TrainingConfig, training.config, f"{path / MANIFEST}: training.config")
+    run = RunFolder(path, training.run, training.config)
+    controller = BundleController(bundle, f"{bundle.manifest.name} (bundle)")
+    return TrainedPolicy(controller, config, run, training.steps)

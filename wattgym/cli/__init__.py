@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import typer
 
-from wattgym.cli import evaluate, hw, score, traces, train
+from wattgym.cli import evaluate, export, hw, score, traces, train
 from wattgym.errors import UserError
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ app.command()(train.train)
 app.command()(evaluate.evaluate)
 app.command("tune-baselines")(evaluate.tune_baselines)
 app.command()(score.score)
+app.command()(export.export)
 app.add_typer(traces.app)
 app.add_typer(hw.app)
 
