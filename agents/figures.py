@@ -29,7 +29,7 @@ P = ParamSpec("P")
 BLUE, VERMILION, ORANGE, GREY, INK = "#0072B2", "#D55E00", "#E69F00", "#6B7280", "#1F2933"
 _MARKERS = "oDPXv^<>hp*8"
 _VERDICT_COLOURS = {"better": BLUE, "worse": VERMILION, "no clear difference": GREY}
-_STYLE: dict[str, Any] = {
+_STYLE: Any = {
     "font.size": 9.0,
     "font.family": ["DejaVu Sans"],
     "text.color": INK,
@@ -190,9 +190,9 @@ def hour_figure(result: EvaluationResult, scenario: str) -> Figure:
     outer = figure.add_gridspec(blocks, columns)
     power, throughput = _shared_limits(traces)
     for i, trace in enumerate(traces):
-        upper, lower = (
-            outer[i // columns, i % columns].subgridspec(2, 1, height_ratios=(3, 1), hspace=0.06).subplots(sharex=True)
-        )
+        pair = outer[i // columns, i % columns].subgridspec(2, 1, height_ratios=(3, 1), hspace=0.06)
+        axes: Any = pair.subplots(sharex=True)
+        upper, lower = axes
         minutes = trace.t_s / 60.0
         (target,) = upper.plot(minutes, trace.target_w / 1e3, color=ORANGE, linewidth=2.4, rasterized=True)
         baseline = trace.controller in result.baselines
