@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from wattgym.config import FrozenModel
+from wattgym.hw.limits import CommandRules
+from wattgym.hw.preflight import GuardConfig
 from wattgym.live.config import JobConfig
 
 
@@ -14,7 +16,8 @@ class LiveJob(FrozenModel):
     """One training job and the devices it runs on.
 
     Attributes:
-        devices: Device addresses (`wattgym.hw.open`): UUID, index or `cuda:N`; simulated: `PRESET:N`.
+        devices: Device addresses (`wattgym.hw.open`): UUID, index or `cuda:N`; simulated: `PRESET:N`. The fine-tune
+            runs on one GPU, so with `nvml` there is exactly one.
         training: The fine-tune.
         surface: Response surface that describes the job until it is calibrated; also how a simulated cap slows it.
         pace: Share of this machine's free speed that counts as the job's full speed. Several jobs on one CPU need a
@@ -37,7 +40,10 @@ class LiveConfig(FrozenModel):
             need neither.
         jobs: Jobs, in the order of actions.
         profile: Calibrated profile; the jobs' surfaces if None.
-        start_timeout_s: How long jobs may take to load.
+        start_timeout_s: How long jobs may take to load and to show their speed.
+        state_dir: Folder for locks, saved limits and the audit log, and for simulated devices. None: the default
+            folder of `wattgym hw`; simulated devices then live and die with this process.
+        guard: How strict the guards are; the command rules are the environment's.
     """
 
     backend: Literal["simulated", "nvml"] = "simulated"
@@ -46,3 +52,19 @@ class LiveConfig(FrozenModel):
     jobs: tuple[LiveJob, ...] = Field(min_length=1)
     profile: str | None = None
     start_timeout_s: float = Field(default=300.0, gt=0.0)
+    state_dir: str | None = None
+    guard: GuardConfig = Field(default_factory=GuardConfig)
+
+    @model_validator(mode="after")
+    def _usable(self) -> LiveConfig:
+        if self.guard.rules != CommandRules():
+            raise ValueError("guard.rules would not be read: the environment's rules are in force")
+        if self.backend == "nvml":
+            for j, job in enumerate(self.jobs):
+                if len(job.devices) != 1:
+                    raise ValueError(
+                        f"job {j} has {len(job.devices)} devices; the fine-tune runs on one GPU: make one job per GPU"
+                    )
+                if job.training.device == "cpu":
+                    raise ValueError(f"job {j} trains on the CPU, so the GPU it is given would idle: device 'cuda'")
+        return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Sequence
@@ -9,8 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from wattgym.envs.live.actuators import JobKnobs
+from wattgym.envs.live.pace import JobKnobs
 from wattgym.envs.profile import ActuatorKind, JobProfile
+from wattgym.errors import UserError
 from wattgym.hw.presets import gpu_preset
 from wattgym.hw.simulated import SimulatedDevice
 from wattgym.live.handle import JobHandle
@@ -59,18 +61,23 @@ class Coupling:
         """Stops the thread and takes the load off the devices."""
         self._stop.set()
         self._thread.join()
-        for job in self._jobs:
-            for device in job.devices:
+        for device in (device for job in self._jobs for device in job.devices):
+            with contextlib.suppress(UserError):
                 device.set_demand(0.0)
 
     def couple_once(self) -> None:
         """Brings devices and jobs in line with each other."""
         for job in self._jobs:
-            status = job.handle.status()
-            demand = 0.0 if status.state.final else DEMAND[status.phase] * job.knobs.duty
-            for device in job.devices:
-                device.set_demand(demand)
-            job.knobs.slow_to(min(self._speed(device, job) for device in job.devices), status)
+            # A device or channel that fails (and says so to whoever reads it) must not end the coupling of the others.
+            with contextlib.suppress(UserError):
+                self._couple(job)
+
+    def _couple(self, job: CoupledJob) -> None:
+        status = job.handle.status()
+        demand = 0.0 if status.state.final else DEMAND[status.phase] * job.knobs.duty
+        for device in job.devices:
+            device.set_demand(demand)
+        job.knobs.slow_to(min(self._speed(device, job) for device in job.devices), status)
 
     def _speed(self, device: SimulatedDevice, job: CoupledJob) -> float:
         """Speed that the device leaves the job, as a share of full speed."""

@@ -5,46 +5,35 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from wattgym.envs.emulator.draw import GRID
-from wattgym.envs.live.actuators import (
-    Actuator,
-    ClockActuator,
-    DutyActuator,
-    JobKnobs,
-    PowerLimitActuator,
-    choose_actuator,
-    open_guards,
-)
+from wattgym.envs.live.access import Access, close_guards, open_access
+from wattgym.envs.live.actuators import Actuator, ClockActuator, DutyActuator, PowerLimitActuator
 from wattgym.envs.live.config import LiveConfig, LiveJob
 from wattgym.envs.live.coupling import CoupledJob, Coupling
-from wattgym.envs.live.fit import fitted_profile
-from wattgym.envs.live.sample import JobSample
+from wattgym.envs.live.job import JobDiedError as JobDiedError
+from wattgym.envs.live.job import JobObservation, RunningJob, measure_full_speeds
+from wattgym.envs.live.meters import MeteredDevice
+from wattgym.envs.live.pace import JobKnobs
 from wattgym.envs.plant import FloatArray, PlantSpec, Telemetry
-from wattgym.envs.profile import ActuatorKind, JobProfile, nominal_profile
+from wattgym.envs.profile import ActuatorKind, JobProfile, load_profile, nominal_profile
 from wattgym.errors import UserError
-from wattgym.hw.device import Device, DeviceReading
-from wattgym.hw.energy import EnergyMeter
 from wattgym.hw.guard import Guard
 from wattgym.hw.limits import CommandRules
-from wattgym.hw.open import open_devices
 from wattgym.hw.poller import DevicePoller
 from wattgym.hw.simulated import SimulatedDevice
 from wattgym.hw.telemetry import GuardTelemetry
-from wattgym.live.channel import JobState, JobStatus, progress
+from wattgym.live.channel import JobStatus
 from wattgym.live.handle import JobHandle
 
-WARM_UP_STEPS = 3
-"""Optimiser steps after which a job's free speed is taken as known."""
-
-
-class JobDiedError(UserError):
-    """A training process ended while it was controlled; the devices have been given back."""
+LOOK_S = 0.1
+"""While a period passes, the plant looks this often whether it is to stop or a job has died."""
 
 
 @dataclass
@@ -54,60 +43,28 @@ class TickStatistics:
     Attributes:
         lateness_s: How much after its due time each period ended, seconds.
         missed: Whole periods that passed unobserved.
+        failed_commands: Commands that could not be carried out.
+        last_failure: Why the last of them could not.
     """
 
-    lateness_s: list[float]
+    lateness_s: list[float] = field(default_factory=list)
     missed: int = 0
-
-
-class _MeteredDevice:
-    """A guarded device whose every reading also goes into an energy meter; what the poller reads."""
-
-    def __init__(self, guard: Guard) -> None:
-        self.guard = guard
-        self.meter = EnergyMeter()
-        self._lock = threading.Lock()
-        self._metered = float("nan"), -float("inf")
-
-    def info(self) -> object:
-        return self.guard.info
-
-    def read(self) -> DeviceReading:
-        reading = self.guard.read()
-        with self._lock:
-            self.meter.add(reading)
-            # The counter advances when the sensor publishes, not when it is read.
-            self._metered = self.meter.energy_j, reading.t_s - (reading.age_s or 0.0)
-        return reading
-
-    def metered(self) -> tuple[float, float]:
-        """Energy since the first reading (J), and the time up to which it counts (s)."""
-        with self._lock:
-            return self._metered
-
-
-@dataclass(eq=False)
-class _Job:
-    """One running job with everything around it."""
-
-    config: LiveJob
-    handle: JobHandle
-    knobs: JobKnobs
-    profile: JobProfile
-    devices: list[_MeteredDevice]
-    actuator: Actuator
-    full_samples_per_s: float
-    status: JobStatus
-    energy_j: float = 0.0
-    read_at_s: float = 0.0
+    failed_commands: int = 0
+    last_failure: str = ""
 
 
 class LivePlant:
     """Real training jobs under power control; a batch of one site. Use it as a context manager.
 
     Commands are carried out by a thread of their own, so that a slow setter never delays a period; the last command
-    that a guard let through stays in force until the next. A period ends on the wall clock's grid; if the controller
-    came late, the lateness is recorded, and whole periods that passed meanwhile are counted and skipped.
+    that was carried out stays in force until the next. A period ends on the grid of the monotonic clock, which no
+    change of the date moves; if the controller came late, the lateness is recorded, and whole periods that passed
+    meanwhile are counted and skipped.
+
+    Attributes:
+        ticks: How punctual it was.
+        actuator: What carries out commands, and why that; None before the first reset.
+        observations: What each job did in the last period.
     """
 
     def __init__(
@@ -127,19 +84,23 @@ class LivePlant:
         self._rules = rules
         self._folder = folder
         self._policy = policy
-        self._jobs: list[_Job] = []
-        self._guards: list[Guard] = []
-        self._opened: list[Device] = []
+        self._access: Access | None = None
+        self._handles: list[JobHandle] = []
+        self._jobs: list[RunningJob] = []
+        self._guards: tuple[Guard, ...] = ()
         self._poller: DevicePoller | None = None
         self._coupling: Coupling | None = None
-        self._commands: queue.Queue[FloatArray | None] = queue.Queue()
+        self._commands: queue.SimpleQueue[FloatArray | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
-        self._decisions = np.zeros((1, len(config.jobs)), dtype=np.int64)
+        self._no_decisions = np.zeros((1, len(config.jobs)), dtype=np.uint8)
+        self._decisions = self._no_decisions
         self._spec: PlantSpec | None = None
+        self._stop_reason = ""
         self._start_s = 0.0
         self._tick = 0
-        self.ticks = TickStatistics([])
+        self.ticks = TickStatistics()
         self.actuator: tuple[ActuatorKind, str] | None = None
+        self.observations: tuple[JobObservation, ...] = ()
 
     def __enter__(self) -> LivePlant:
         return self
@@ -156,7 +117,7 @@ class LivePlant:
 
     @property
     def guards(self) -> tuple[GuardTelemetry, ...]:
-        """Telemetry of every guard."""
+        """Telemetry of every guard; those of a closed plant stay."""
         return tuple(guard.telemetry for guard in self._guards)
 
     @property
@@ -164,14 +125,12 @@ class LivePlant:
         """Status of every job, as it is now."""
         return tuple(job.handle.status() for job in self._jobs)
 
-    @property
-    def profiles(self) -> tuple[JobProfile, ...]:
-        """What is known of each job: calibrated, or nominal."""
-        return tuple(job.profile for job in self._jobs)
+    def interrupt(self, reason: str) -> None:
+        """Makes the call that waits for a period's end (or for jobs to load) raise `KeyboardInterrupt` soon.
 
-    def sample(self) -> tuple[JobSample, ...]:
-        """Every job as it is now; does not wait and changes nothing."""
-        return tuple(self._sample(job) for job in self._jobs)
+        May be called from another thread or from a signal handler.
+        """
+        self._stop_reason = reason
 
     def reset(self, rngs: Sequence[np.random.Generator]) -> Telemetry:
         """Starts jobs and devices the first time; every time, a new episode begins at the present moment.
@@ -192,13 +151,17 @@ class LivePlant:
                 raise
         self._tick = 0
         self._start_s = time.monotonic()
-        for job in self._jobs:
-            self._observe(job)
-        return self._telemetry([self._observe(job) for job in self._jobs])
+        self._decisions = self._no_decisions
+        return self._telemetry()
 
     def apply(self, limit_w: FloatArray) -> None:
-        """Hands a command to the worker; a command that is still waiting is replaced by it."""
-        self._check_alive()
+        """Hands a command to the worker; a command that is still waiting is replaced by it.
+
+        Raises:
+            JobDiedError: A training process has ended; the devices have been given back.
+        """
+        self._check()
+        self._decisions = self._no_decisions
         try:
             while True:
                 self._commands.get_nowait()
@@ -210,24 +173,26 @@ class LivePlant:
 
         Raises:
             JobDiedError: A training process has ended; the devices have been given back.
+            KeyboardInterrupt: `interrupt` was called.
         """
-        now_s = time.monotonic()
-        due_s = self._start_s + (self._tick + 1) * self._period_s
-        missed = int(max(now_s - due_s, 0.0) // self._period_s)
+        late_s = time.monotonic() - (self._start_s + (self._tick + 1) * self._period_s)
+        missed = int(max(late_s, 0.0) // self._period_s)
         self._tick += 1 + missed
         self.ticks.missed += missed
-        due_s += missed * self._period_s
-        # A job's death ends the wait; so does nothing else, because meters are read on the grid.
+        due_s = self._start_s + self._tick * self._period_s
+        self._check()
         while (left_s := due_s - time.monotonic()) > 0.0:
-            time.sleep(min(left_s, 0.1))
-            self._check_alive()
+            time.sleep(min(left_s, LOOK_S))
+            self._check()
         self.ticks.lateness_s.append(time.monotonic() - due_s)
-        for guard in self._guards:
-            guard.heartbeat()
-        return self._telemetry([self._observe(job) for job in self._jobs])
+        return self._telemetry()
 
     def close(self) -> None:
-        """Gives the devices back and stops the jobs; harmless when repeated."""
+        """Gives the devices back and stops the jobs; harmless when repeated.
+
+        Raises:
+            UserError: A device could not be given back; everything else was closed all the same.
+        """
         if self._worker is not None:
             self._commands.put(None)
             self._worker.join(timeout=5.0)
@@ -235,94 +200,91 @@ class LivePlant:
         if self._coupling is not None:
             self._coupling.stop()
             self._coupling = None
-        errors: list[UserError] = []
-        for guard in self._guards:
-            try:
-                guard.close()
-            except UserError as error:
-                errors.append(error)
+        access, self._access = self._access, None
+        failure = close_guards([guard for guards in access.guards for guard in guards]) if access else None
         if self._poller is not None:
             self._poller.stop()
             self._poller = None
-        for job in self._jobs:
-            job.handle.close()
-        for device in self._opened:
-            device.close()
-        self._jobs, self._guards, self._opened = [], [], []
-        if errors:
-            raise errors[0]
+        handles, self._handles = self._handles, []
+        if handles:
+            # Side by side: each saves its state first, and the last one should not train on meanwhile.
+            with ThreadPoolExecutor(len(handles)) as pool:
+                list(pool.map(JobHandle.close, handles))
+        if access is not None:
+            for device in (device for devices in access.devices for device in devices):
+                device.close()
+        self._jobs = []
+        if failure is not None:
+            raise failure
 
     def _start(self) -> None:
         config = self._config
-        simulated = config.backend == "simulated"
-        by_job: list[list[Device]] = []
-        for job in config.jobs:
-            devices = open_devices(job.devices, config.backend)
-            self._opened += devices
-            by_job.append(devices)
-        self._guards = open_guards(
-            self._opened, arm=config.arm, simulated=simulated, rules=self._rules, policy=self._policy
-        )
-        kind, why = choose_actuator(config.actuator, self._guards)
-        self.actuator = kind, why
-        guards = iter(self._guards)
-        coupled: list[CoupledJob] = []
-        handles = [JobHandle.start(job.training, self._folder / f"job{j}") for j, job in enumerate(config.jobs)]
-        for j, (job, handle, devices) in enumerate(zip(config.jobs, handles, by_job, strict=True)):
-            own = [next(guards) for _ in devices]
-            knobs = JobKnobs(handle, job.pace)
-            profile = fitted_profile(config, j, own[0].info, kind)
-            self._jobs.append(
-                _Job(
-                    config=job,
-                    handle=handle,
-                    knobs=knobs,
-                    profile=profile,
-                    devices=[_MeteredDevice(guard) for guard in own],
-                    actuator=self._actuator(kind, own, knobs, profile),
-                    full_samples_per_s=0.0,
-                    status=handle.status(),
-                )
+        profiles = self._profiles()
+        self._access = access = open_access(config, self._rules, self._policy)
+        self._guards = tuple(guard for guards in access.guards for guard in guards)
+        self.actuator = access.kind, access.why
+        metered = [
+            [MeteredDevice(source) for source in (guards or devices)]
+            for guards, devices in zip(access.guards, access.devices, strict=True)
+        ]
+        # The poller is also the guards' sign of life to their watchdogs, from here on to the end.
+        self._poller = DevicePoller([device for devices in metered for device in devices])  # type: ignore[misc]
+        self._poller.start()
+        for j, job in enumerate(config.jobs):
+            self._handles.append(
+                JobHandle.start(job.training, self._folder / f"job{j}", environment=_environment(config, access, j))
             )
-            if simulated:
-                boards = [device for device in devices if isinstance(device, SimulatedDevice)]
+        coupled: list[CoupledJob] = []
+        for j, (job, handle, devices) in enumerate(zip(config.jobs, self._handles, access.devices, strict=True)):
+            knobs = JobKnobs(handle, job.pace)
+            profile = self._fitted(profiles[j], job, access.kind)
+            actuator = self._actuator(access.kind, access.guards[j], knobs, profile)
+            self._jobs.append(RunningJob(handle, knobs, profile, metered[j], actuator))
+            boards = [device for device in devices if isinstance(device, SimulatedDevice)]
+            if boards:
                 surface = nominal_profile(job.surface, len(devices))
-                coupled.append(CoupledJob(handle, knobs, boards, surface, kind))
+                coupled.append(CoupledJob(handle, knobs, boards, surface, access.kind))
         if coupled:
             self._coupling = Coupling(coupled)
             self._coupling.start()
-        metered: list[object] = [device for job in self._jobs for device in job.devices]
-        self._poller = DevicePoller(metered)  # type: ignore[arg-type]
-        self._poller.poll_once()
-        self._poller.start()
-        self._wait_for_speed()
+        measure_full_speeds(self._jobs, [job.pace for job in config.jobs], config.start_timeout_s, self._check)
+        for running in self._jobs:
+            running.knobs.full_samples_per_s = running.full_samples_per_s
         self._spec = self._describe()
         self._worker = threading.Thread(target=self._carry_out, name="wattgym-actuator", daemon=True)
         self._worker.start()
+
+    def _profiles(self) -> list[JobProfile]:
+        config = self._config
+        if config.profile is None:
+            return [nominal_profile(job.surface, len(job.devices)) for job in config.jobs]
+        profiles = list(load_profile(config.profile).jobs)
+        if len(profiles) != len(config.jobs):
+            raise UserError(f"{config.profile}: describes {len(profiles)} jobs, the plant has {len(config.jobs)}")
+        for j, (profile, job) in enumerate(zip(profiles, config.jobs, strict=True)):
+            if profile.n_gpus != len(job.devices):
+                raise UserError(
+                    f"{config.profile}: job {j} was measured on {profile.n_gpus} GPUs, it has {len(job.devices)}"
+                )
+        return profiles
+
+    def _fitted(self, profile: JobProfile, job: LiveJob, kind: ActuatorKind) -> JobProfile:
+        """The profile for the actuator that was taken."""
+        if profile.actuator == kind:
+            return profile
+        if self._config.profile is not None:
+            raise UserError(
+                f"{self._config.profile}: measured with actuator '{profile.actuator}', this process may use '{kind}'; "
+                "calibrate again"
+            )
+        return nominal_profile(job.surface, len(job.devices), kind)
 
     def _actuator(self, kind: ActuatorKind, guards: list[Guard], knobs: JobKnobs, profile: JobProfile) -> Actuator:
         if kind == "power_limit":
             return PowerLimitActuator(guards, profile)
         if kind == "locked_clocks":
-            return ClockActuator(guards, profile, self._rules, self._period_s)
-        return DutyActuator(knobs, profile, self._rules, self._period_s)
-
-    def _wait_for_speed(self) -> None:
-        """Waits until every job trains, and takes its speed without waiting as the one to compare with."""
-        deadline_s = time.monotonic() + self._config.start_timeout_s
-        for j, job in enumerate(self._jobs):
-            while (status := job.handle.status()).steps < WARM_UP_STEPS or status.free_step_time_s is None:
-                self._check_alive()
-                if time.monotonic() > deadline_s:
-                    raise UserError(
-                        f"job {j} made {status.steps} steps within {self._config.start_timeout_s:g} s (phase "
-                        f"{status.phase.name.lower()}); raise start_timeout_s or take a smaller model"
-                    )
-                for guard in self._guards:
-                    guard.heartbeat()
-                time.sleep(0.05)
-            free = status.samples_per_update / status.free_step_time_s * job.config.pace
-            job.full_samples_per_s = job.knobs.full_samples_per_s = job.profile.full_samples_per_s or free
+            return ClockActuator(guards, profile, self._rules)
+        return DutyActuator(knobs, profile, self._rules)
 
     def _describe(self) -> PlantSpec:
         grid = np.linspace(0.0, 1.0, GRID)
@@ -345,57 +307,58 @@ class LivePlant:
     def _carry_out(self) -> None:
         """The actuator thread: carries out the newest command, one at a time."""
         while (command := self._commands.get()) is not None:
-            decisions = [job.actuator.apply(float(watts)) for job, watts in zip(self._jobs, command, strict=True)]
-            self._decisions = np.array([decisions])
+            decisions = self._no_decisions.copy()
+            for j, (job, limit_w) in enumerate(zip(self._jobs, command, strict=True)):
+                try:
+                    decisions[0, j] = job.actuator.apply(float(limit_w))
+                except UserError as error:  # a device that fails must not end the control of the others
+                    self.ticks.failed_commands += 1
+                    self.ticks.last_failure = str(error)
+            self._decisions = decisions
 
-    def _observe(self, job: _Job) -> tuple[float, float, float, int, float]:
-        """Sensor power (W), meter power (W), progress, phase and age (s) since the last observation."""
-        sample = self._sample(job)
-        status, sensor_w, energy_j = sample.status, sample.sensor_w, sample.energy_j
-        done = progress(job.status, status)
-        elapsed_s = max(status.heartbeat_s - job.status.heartbeat_s, 1e-3)
-        metered_s = sample.metered_s - job.read_at_s
-        meter_w = (energy_j - job.energy_j) / metered_s if metered_s > 0 else sensor_w
-        job.status, job.energy_j, job.read_at_s = status, energy_j, sample.metered_s
-        speed = done.samples / elapsed_s / max(job.full_samples_per_s, 1e-9)
-        return sensor_w, meter_w, speed, int(status.phase), sample.age_s
+    def _telemetry(self) -> Telemetry:
+        self.observations = tuple(job.observe() for job in self._jobs)
 
-    def _sample(self, job: _Job) -> JobSample:
-        assert self._poller is not None
-        now_s = time.monotonic()
-        metered = [device.metered() for device in job.devices]
-        readings = [self._poller.latest(device.guard.info.uuid).reading for device in job.devices]
-        watts = [reading.power_w if reading else None for reading in readings]
-        published_s = [at_s for _, at_s in metered]
-        return JobSample(
-            t_s=now_s,
-            age_s=now_s - min(published_s),
-            sensor_w=sum(np.nan if power_w is None else power_w for power_w in watts),
-            energy_j=sum(energy_j for energy_j, _ in metered),
-            # Devices publish at times of their own; what they drew together belongs to the middle of those.
-            metered_s=sum(published_s) / len(published_s),
-            limit_w=job.actuator.limit_w,
-            status=job.handle.status(),
-        )
+        def row(value: Callable[[JobObservation], float]) -> FloatArray:
+            return np.array([[value(seen) for seen in self.observations]], dtype=np.float64)
 
-    def _telemetry(self, rows: list[tuple[float, float, float, int, float]]) -> Telemetry:
-        sensor, meter, speed, phase, age = (np.array([column]) for column in zip(*rows, strict=True))
+        # An episode's first look has no period behind it: what jobs did since some earlier one says nothing.
+        started = self._tick > 0
         return Telemetry(
             tick=self._tick,
-            sensor_w=sensor,
-            # Where no meter tells (a board without a counter, before two samples), the sensor stands in.
-            meter_w=np.where(np.isfinite(meter), meter, sensor),
+            sensor_w=row(lambda seen: seen.sensor_w),
+            meter_w=row(lambda seen: seen.meter_w if started else seen.sensor_w),
             host_w=np.zeros(1),
-            throughput=speed,
-            phase=phase.astype(np.int64),
+            throughput=row(lambda seen: seen.speed) if started else self._expected_speed(),
+            phase=row(lambda seen: seen.phase).astype(np.int64),
             limit_w=np.array([[job.actuator.limit_w for job in self._jobs]]),
-            age_s=age.max(axis=1),
+            age_s=row(lambda seen: seen.age_s).max(axis=1),
             decisions=self._decisions,
         )
 
-    def _check_alive(self) -> None:
-        for j, job in enumerate(self._jobs):
-            status = job.handle.status()
-            if status.state is JobState.FAILED:
-                self.close()
-                raise JobDiedError(f"job {j} died: {status.error}; the devices have been given back")
+    def _expected_speed(self) -> FloatArray:
+        """What the limits in force let through, where nothing has been measured yet."""
+        return np.array([[float(job.profile.throughput_at(np.asarray(job.actuator.limit_w))) for job in self._jobs]])
+
+    def _check(self) -> None:
+        """Ends the run when it was asked to, or when a job has died; the devices are given back first.
+
+        Raises:
+            JobDiedError: A training process has ended.
+            KeyboardInterrupt: `interrupt` was called.
+        """
+        if self._stop_reason:
+            raise KeyboardInterrupt(self._stop_reason)
+        try:
+            for j, job in enumerate(self._jobs):
+                job.check_alive(j)
+        except JobDiedError:
+            self.close()
+            raise
+
+
+def _environment(config: LiveConfig, access: Access, index: int) -> dict[str, str]:
+    """Variables that tie a job's process to its own GPU."""
+    if config.backend != "nvml":
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(device.info().uuid for device in access.devices[index])}

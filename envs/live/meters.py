@@ -1,0 +1,67 @@
+"""A device as the live plant reads it: the last good power with its age, and the energy since the start."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from wattgym.hw.device import Device, DeviceInfo, DeviceReading
+from wattgym.hw.energy import EnergyMeter
+from wattgym.hw.guard import Guard
+
+
+@dataclass(frozen=True)
+class PowerSample:
+    """What is known of a device at a moment.
+
+    Attributes:
+        power_w: The sensor's last good value, W.
+        taken_s: When the sensor took it, monotonic seconds.
+        energy_j: Energy metered by then, J; NaN where nothing is known yet.
+    """
+
+    power_w: float
+    taken_s: float
+    energy_j: float
+
+
+class MeteredDevice:
+    """Wraps a guard, or a device that is only read; the poller reads it, the control loop asks for what came of it.
+
+    A reading without a plausible power changes nothing but the age of the last good one: a NaN that entered the
+    observation's memory would never leave it.
+
+    Args:
+        source: Whom to read: the guard where there is one, because reading through it is its sign of life.
+    """
+
+    def __init__(self, source: Guard | Device) -> None:
+        self._source = source
+        self._info = source.info if isinstance(source, Guard) else source.info()
+        self._meter = EnergyMeter()
+        self._sample: PowerSample | None = None
+        self._lock = threading.Lock()
+
+    def info(self) -> DeviceInfo:
+        """The device's description."""
+        return self._info
+
+    def read(self) -> DeviceReading:
+        """One reading.
+
+        Raises:
+            DeviceError: It failed.
+        """
+        reading = self._source.read()
+        with self._lock:
+            self._meter.add(reading)
+            if reading.power_w is not None:
+                taken_s = reading.t_s - (reading.age_s or 0.0)
+                self._sample = PowerSample(reading.power_w, taken_s, self._meter.energy_j)
+        return reading
+
+    @property
+    def sample(self) -> PowerSample | None:
+        """The last good sample; None before the first."""
+        with self._lock:
+            return self._sample

@@ -1,0 +1,90 @@
+"""How fast a job runs: its two knobs, and how fast it would run if nobody held it."""
+
+from __future__ import annotations
+
+import threading
+
+from wattgym.live.channel import JobStatus, progress
+from wattgym.live.handle import JobHandle
+from wattgym.phase import Phase
+
+MIN_DUTY = 0.1
+"""A job is never slowed further: below this its status would grow stale between steps."""
+
+MEMORY_S = 2.0
+"""Work after which an old observation of the free speed counts half; other work on the machine comes and goes."""
+
+
+class JobKnobs:
+    """A job's speed and duty, which two threads change.
+
+    Attributes:
+        full_samples_per_s: Speed that counts as full, once it is known.
+    """
+
+    def __init__(self, handle: JobHandle, pace: float) -> None:
+        self.full_samples_per_s: float | None = None
+        self._handle = handle
+        self._pace = pace
+        self._free = FreeSpeed()
+        self._lock = threading.Lock()
+
+    @property
+    def duty(self) -> float:
+        """Share of time the job works."""
+        return self._handle.knobs.duty
+
+    def slow_to(self, speed: float, status: JobStatus) -> None:
+        """Sets the speed as a share of the job's full speed.
+
+        Args:
+            speed: Wanted share.
+            status: The job's status; what it did without waiting tells how much waiting that takes just now.
+        """
+        free = self._free.update(status)
+        full = self._pace if self.full_samples_per_s is None or free is None else self.full_samples_per_s / free
+        wanted = min(max(min(speed, 1.0), MIN_DUTY) * full, 1.0)
+        with self._lock:
+            if abs(wanted - self._handle.knobs.speed) > 1e-3:
+                self._handle.set_knobs(speed=wanted)
+
+    def work_for(self, duty: float) -> None:
+        """Sets the share of time the job works."""
+        with self._lock:
+            self._handle.set_knobs(duty=max(min(duty, 1.0), MIN_DUTY))
+
+
+class FreeSpeed:
+    """A job's speed without waiting, from its status again and again."""
+
+    def __init__(self) -> None:
+        self._last: JobStatus | None = None
+        self._samples = 0.0
+        self._work_s = 0.0
+
+    def update(self, status: JobStatus) -> float | None:
+        """Takes a status in.
+
+        Returns:
+            Samples per second of work; None before the first two samples.
+        """
+        if status.pid == 0 or status.steps == 0:
+            return None  # still loading, or in its first step, which is slower than all others
+        if self._last is None:
+            self._last = status
+        elif status.samples > self._last.samples:
+            work_s = compute_work_s(self._last, status)
+            kept = 0.5 ** (work_s / MEMORY_S)
+            self._samples = kept * self._samples + status.samples - self._last.samples
+            self._work_s = kept * self._work_s + work_s
+            self._last = status
+        return self._samples / self._work_s if self._work_s > 0.0 else None
+
+
+def compute_work_s(before: JobStatus, after: JobStatus) -> float:
+    """Seconds of training between two readings, waiting left out."""
+    done = progress(before, after)
+    computed_s, evaluated_s = done.phase_s[Phase.COMPUTE], done.phase_s[Phase.EVALUATE]
+    held_s = done.speed_held_s + done.duty_held_s  # in both phases, in proportion to their length
+    share = computed_s / (computed_s + evaluated_s) if computed_s > 0.0 else 0.0
+    return max(computed_s - held_s * share, 0.0)
