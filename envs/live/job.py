@@ -11,17 +11,15 @@ import numpy as np
 from wattgym.envs.live.actuators import Actuator
 from wattgym.envs.live.meters import MeteredDevice
 from wattgym.envs.live.pace import JobKnobs, compute_work_s
+from wattgym.envs.live.sample import JobSample
 from wattgym.envs.profile import JobProfile
 from wattgym.errors import UserError
 from wattgym.live.channel import JobState, JobStatus
 from wattgym.live.handle import JobHandle
 from wattgym.phase import Phase
 
-WARM_UP_STEPS = 1
-"""Optimiser steps before a job's speed is measured; the first ones allocate and compile."""
-
-MEASURED_STEPS, MEASURED_S = 2, 1.0
-"""A job's speed is measured over at least so many steps and so long a time."""
+MEASURED_BATCHES, MEASURED_S = 3, 1.0
+"""A job's speed is measured over at least so many micro-batches and so long a time."""
 
 
 class JobDiedError(UserError):
@@ -121,6 +119,23 @@ class RunningJob:
         self._status, self._samples, self._seen_s = status, done, now_s
         return observation
 
+    def sample(self) -> JobSample:
+        """Job and devices as they are now; changes nothing, so that `observe` misses nothing."""
+        now_s = time.monotonic()
+        samples = [device.sample for device in self._devices]
+        taken = [sample for sample in samples if sample is not None]
+        taken_s = [sample.taken_s for sample in taken] or [now_s]
+        return JobSample(
+            t_s=now_s,
+            age_s=max(now_s - min(taken_s), 0.0),
+            sensor_w=sum(sample.power_w for sample in taken),
+            energy_j=sum(sample.energy_j for sample in taken),
+            # Devices publish at times of their own; what they drew together belongs to the middle of those.
+            metered_s=sum(taken_s) / len(taken_s),
+            limit_w=self.actuator.limit_w,
+            status=self.handle.status(),
+        )
+
     def _meter(self, energy_j: float, taken_s: float, sensor_w: float) -> float:
         """Mean power since the last look; where no meter tells, the sensor stands in."""
         before_j, before_s = self._metered
@@ -149,12 +164,12 @@ def measure_full_speeds(
     """
     deadline_s = time.monotonic() + timeout_s
 
-    def wait_for(job: RunningJob, index: int, steps: int, until_s: float = 0.0) -> JobStatus:
+    def wait_for(job: RunningJob, index: int, samples: int, until_s: float = 0.0) -> JobStatus:
         while True:
             check()
             status = job.handle.status()
             now_s = time.monotonic()
-            if status.steps >= steps and status.free_step_time_s is not None and now_s >= until_s and job.sensed:
+            if status.samples >= samples and status.free_step_time_s is not None and now_s >= until_s and job.sensed:
                 return status
             if status.state is JobState.FINISHED:
                 raise UserError(
@@ -162,18 +177,18 @@ def measure_full_speeds(
                 )
             if now_s > deadline_s:
                 raise UserError(
-                    f"job {index} made {status.steps} of the first {steps} steps within {timeout_s:g} s (phase "
+                    f"job {index} trained on {status.samples} samples within {timeout_s:g} s (phase "
                     f"{status.phase.name.lower()}); raise start_timeout_s or take a smaller model"
                 )
             time.sleep(0.02)
 
     for j, job in enumerate(jobs):
-        wait_for(job, j, job.handle.status().steps + WARM_UP_STEPS)
+        wait_for(job, j, 1)  # its first step is over by then
     begun_s = time.monotonic()
     first = [job.handle.status() for job in jobs]
     for j, (job, before, pace) in enumerate(zip(jobs, first, paces, strict=True)):
         if not job.full_samples_per_s:
-            after = wait_for(job, j, before.steps + MEASURED_STEPS, begun_s + MEASURED_S)
+            after = wait_for(job, j, before.samples + MEASURED_BATCHES * before.micro_batch, begun_s + MEASURED_S)
             job.full_samples_per_s = pace * _free_samples_per_s(before, after)
 
 

@@ -15,14 +15,16 @@ import numpy as np
 from wattgym.envs.emulator.draw import GRID
 from wattgym.envs.live.access import Access, close_guards, open_access
 from wattgym.envs.live.actuators import Actuator, ClockActuator, DutyActuator, PowerLimitActuator
-from wattgym.envs.live.config import LiveConfig, LiveJob
+from wattgym.envs.live.config import LiveConfig
 from wattgym.envs.live.coupling import CoupledJob, Coupling
+from wattgym.envs.live.fit import fitted_profile
 from wattgym.envs.live.job import JobDiedError as JobDiedError
 from wattgym.envs.live.job import JobObservation, RunningJob, measure_full_speeds
 from wattgym.envs.live.meters import MeteredDevice
 from wattgym.envs.live.pace import JobKnobs
+from wattgym.envs.live.sample import JobSample
 from wattgym.envs.plant import FloatArray, PlantSpec, Telemetry
-from wattgym.envs.profile import ActuatorKind, JobProfile, load_profile, nominal_profile
+from wattgym.envs.profile import ActuatorKind, JobProfile, nominal_profile
 from wattgym.errors import UserError
 from wattgym.hw.guard import Guard
 from wattgym.hw.limits import CommandRules
@@ -125,6 +127,15 @@ class LivePlant:
         """Status of every job, as it is now."""
         return tuple(job.handle.status() for job in self._jobs)
 
+    @property
+    def profiles(self) -> tuple[JobProfile, ...]:
+        """What is known of each job: calibrated, or nominal."""
+        return tuple(job.profile for job in self._jobs)
+
+    def sample(self) -> tuple[JobSample, ...]:
+        """Every job as it is now, between control periods; does not wait and changes nothing."""
+        return tuple(job.sample() for job in self._jobs)
+
     def interrupt(self, reason: str) -> None:
         """Makes the call that waits for a period's end (or for jobs to load) raise `KeyboardInterrupt` soon.
 
@@ -219,7 +230,6 @@ class LivePlant:
 
     def _start(self) -> None:
         config = self._config
-        profiles = self._profiles()
         self._access = access = open_access(config, self._rules, self._policy)
         self._guards = tuple(guard for guards in access.guards for guard in guards)
         self.actuator = access.kind, access.why
@@ -237,7 +247,7 @@ class LivePlant:
         coupled: list[CoupledJob] = []
         for j, (job, handle, devices) in enumerate(zip(config.jobs, self._handles, access.devices, strict=True)):
             knobs = JobKnobs(handle, job.pace)
-            profile = self._fitted(profiles[j], job, access.kind)
+            profile = fitted_profile(config, j, metered[j][0].info(), access.kind)
             actuator = self._actuator(access.kind, access.guards[j], knobs, profile)
             self._jobs.append(RunningJob(handle, knobs, profile, metered[j], actuator))
             boards = [device for device in devices if isinstance(device, SimulatedDevice)]
@@ -253,31 +263,6 @@ class LivePlant:
         self._spec = self._describe()
         self._worker = threading.Thread(target=self._carry_out, name="wattgym-actuator", daemon=True)
         self._worker.start()
-
-    def _profiles(self) -> list[JobProfile]:
-        config = self._config
-        if config.profile is None:
-            return [nominal_profile(job.surface, len(job.devices)) for job in config.jobs]
-        profiles = list(load_profile(config.profile).jobs)
-        if len(profiles) != len(config.jobs):
-            raise UserError(f"{config.profile}: describes {len(profiles)} jobs, the plant has {len(config.jobs)}")
-        for j, (profile, job) in enumerate(zip(profiles, config.jobs, strict=True)):
-            if profile.n_gpus != len(job.devices):
-                raise UserError(
-                    f"{config.profile}: job {j} was measured on {profile.n_gpus} GPUs, it has {len(job.devices)}"
-                )
-        return profiles
-
-    def _fitted(self, profile: JobProfile, job: LiveJob, kind: ActuatorKind) -> JobProfile:
-        """The profile for the actuator that was taken."""
-        if profile.actuator == kind:
-            return profile
-        if self._config.profile is not None:
-            raise UserError(
-                f"{self._config.profile}: measured with actuator '{profile.actuator}', this process may use '{kind}'; "
-                "calibrate again"
-            )
-        return nominal_profile(job.surface, len(job.devices), kind)
 
     def _actuator(self, kind: ActuatorKind, guards: list[Guard], knobs: JobKnobs, profile: JobProfile) -> Actuator:
         if kind == "power_limit":

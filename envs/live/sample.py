@@ -14,7 +14,7 @@ class JobSample:
     Attributes:
         t_s: When the sample was taken, on the monotonic clock, seconds.
         age_s: Time since the oldest of its devices' readings was published, as far as they tell, seconds.
-        sensor_w: Power of all devices by their sensors, W; NaN where one is silent.
+        sensor_w: Power of all devices by their sensors, the last good values, W.
         energy_j: Metered energy of all devices since the plant's start, J; NaN before it is known.
         metered_s: When that was published, on the same clock, seconds.
         limit_w: Limit in force, W per GPU.

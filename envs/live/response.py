@@ -1,0 +1,341 @@
+"""From a calibration's samples to a job's profile: power, speed, delay, sensor and phases."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from wattgym.envs.emulator.phases import Checkpoint, ComputeNoise, PhaseFamily, Spread
+from wattgym.envs.plant import FloatArray
+from wattgym.envs.profile import HeldOut, JobProfile
+from wattgym.errors import UserError
+from wattgym.phase import Phase
+
+SHORT_S = 1.0
+"""Phases that are shorter on average are no phases at a control period of seconds: they count as computing."""
+
+NEVER_S = 1e6
+"""Work between evaluations, or checkpoints, of a job that showed none, seconds."""
+
+NOISE_S = 1.0
+"""Interval at which noise is fitted."""
+
+DEAD_BAND = 0.01
+"""Limits that differ by less than this share are the same."""
+
+_EDGE_S = (0.3, 0.8)
+"""Time before and after a phase that is left out of computing: meters lag, and draws take time to move."""
+
+_STEP_SHARE = 0.1
+"""A fall of power counts as a step response if it is at least this share of the power before."""
+
+SETTLED_S = 2.5
+"""Time after a command at which a lowered draw stands still; several time constants of every known board."""
+
+BoolArray = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class Dwell:
+    """One limit, held for a while.
+
+    Attributes:
+        number: Its place in the sweep.
+        wanted_w: Limit that was commanded, W per GPU.
+        limit_w: Mean limit in force, W per GPU.
+        power_w: Mean power of the job while computing, W.
+        rate: Samples per second while computing.
+    """
+
+    number: int
+    wanted_w: float
+    limit_w: float
+    power_w: float
+    rate: float
+
+
+def fit_job(nominal: JobProfile, rows: pd.DataFrame) -> JobProfile:
+    """A job's profile from its samples.
+
+    Args:
+        nominal: What is known of the job: devices, training, actuator.
+        rows: Samples of the whole sweep, in order.
+
+    Raises:
+        UserError: The job hardly computed at some limit, or made no progress.
+    """
+    dwells = measure_dwells(rows)
+    table = _table(dwells)
+    full = float(table["rate"].iloc[-1])
+    n_gpus = nominal.n_gpus
+    limit, power = table["limit_w"].to_numpy(), table["power_w"].to_numpy()
+    measured = {
+        "limit_w": _numbers(limit),
+        "power_w": _numbers(power / n_gpus),
+        "throughput": _numbers(table["rate"] / full),
+        "power_sd_w": _numbers(table["power_sd_w"] / n_gpus),
+        "throughput_sd": _numbers(table["rate_sd"] / full),
+        "full_samples_per_s": full,
+        "sensor_period_s": sensor_period_s(rows),
+        "sensor_gain": sensor_gain(rows),
+        "delay_s": response_delay_s(rows, dwells, nominal.sensor_window_s, nominal.delay_s),
+    }
+    profile = JobProfile.model_validate(nominal.model_dump() | measured)
+    return profile.model_copy(update={"phases": _phases(profile, rows, dwells)})
+
+
+def measure_dwells(rows: pd.DataFrame) -> list[Dwell]:
+    """Power and speed at each limit visited.
+
+    Raises:
+        UserError: A job hardly computed in a dwell, or its progress cannot be told.
+    """
+    busy = _busy_s(rows)
+    clean = _clean(rows)
+    return [_measure(int(number), part, busy, clean) for number, part in rows[rows["measuring"]].groupby("dwell")]
+
+
+def _measure(number: int, part: pd.DataFrame, busy: FloatArray, clean: BoolArray) -> Dwell:
+    where, steps = part.index.to_numpy(), part["steps"].to_numpy()
+    pairs = clean[where[1:]] & clean[where[:-1]] & (np.diff(where) == 1)
+    joules, seconds = np.diff(part["energy_j"])[pairs].sum(), np.diff(part["metered_s"])[pairs].sum()
+    if not (seconds > 0.2 * (part["t_s"].iloc[-1] - part["t_s"].iloc[0]) and np.isfinite(joules)):
+        raise UserError(
+            f"job {part['job'].iloc[0]:.0f}: hardly computed at {part['wanted_w'].iloc[0]:.0f} W, so that its power "
+            "cannot be told; evaluate and save less often while calibrating"
+        )
+    edges = np.flatnonzero(np.diff(steps) > 0)
+    # A step ended between two looks at the job: in the middle, on average.
+    at_s = 0.5 * (busy[where[edges]] + busy[where[edges + 1]])
+    rate = part["samples_per_update"].iloc[0] * (steps[edges[-1] + 1] - steps[edges[0] + 1]) / (at_s[-1] - at_s[0])
+    limit_w = float(part["limit_w"].mean())
+    return Dwell(number, float(part["wanted_w"].iloc[0]), limit_w, float(joules / seconds), float(rate))
+
+
+def held_out_error(jobs: Sequence[tuple[JobProfile, pd.DataFrame]]) -> HeldOut:
+    """Error with which two thirds of the dwells, drawn by their place in the random order, predict the rest."""
+    power, speed = [], []
+    for _, rows in jobs:
+        dwells = measure_dwells(rows)
+        fitted = [dwell for dwell in dwells if dwell.number % 3 != 2]
+        table = _table(fitted)
+        low, high = table["limit_w"].iloc[0] - 1.0, table["limit_w"].iloc[-1] + 1.0
+        for dwell in dwells:
+            # Nothing is extrapolated: the outermost limit is not predicted if it was held out every time.
+            if dwell.number % 3 == 2 and low <= dwell.limit_w <= high:
+                for errors, column, truth in ((power, "power_w", dwell.power_w), (speed, "rate", dwell.rate)):
+                    errors.append(abs(np.interp(dwell.limit_w, table["limit_w"], table[column]) / truth - 1.0))
+    return HeldOut(dwells=len(power), power=float(np.mean(power)), throughput=float(np.mean(speed)))
+
+
+def response_delay_s(rows: pd.DataFrame, dwells: Sequence[Dwell], window_s: float, unknown_s: float) -> float:
+    """Time from a command to lower the limit until the draw has fallen half-way, s.
+
+    Cuts only: raises are slowed by the command rules. The sensor's readings are means over a window, so each belongs
+    to the window's middle; between two of them the draw is taken as linear. Commands came at random phases of the
+    sensor's period, so the median over many steps is finer than that.
+
+    Args:
+        rows: Samples of the whole sweep.
+        dwells: What was measured.
+        window_s: Window of the sensor.
+        unknown_s: Returned where there was no clear step.
+    """
+    at_s = rows["t_s"].to_numpy()
+    away = np.append(True, np.abs(np.diff(_busy_s(rows)) - np.diff(at_s)) > 0.02)
+    delays = []
+    for before, after in itertools.pairwise(dwells):
+        if after.power_w > (1.0 - _STEP_SHARE) * before.power_w:
+            continue
+        command_s = rows.loc[rows["dwell"] == after.number, "commanded_s"].max()
+        near = (at_s > command_s - 1.0) & (at_s < command_s + SETTLED_S)
+        if away[near].any():
+            continue
+        readings = rows[near].drop_duplicates("published_s")
+        read_s = readings["published_s"].to_numpy() - 0.5 * window_s - command_s
+        # The sensor's own view of both levels: its gain does not matter.
+        level = readings["sensor_w"].to_numpy()
+        half = 0.5 * (level[read_s < 0.0].mean() + level[-3:].mean())
+        i = int(np.argmax((level < half) & (read_s > 0.0)))
+        share = (level[i - 1] - half) / max(level[i - 1] - level[i], 1e-9)
+        delays.append(read_s[i - 1] + share * (read_s[i] - read_s[i - 1]))
+    return max(float(np.median(delays)), 0.0) if delays else unknown_s
+
+
+def sensor_period_s(rows: pd.DataFrame) -> float:
+    """Time between publications of the sensor, s, as far as polling shows it.
+
+    Where readings change almost every time, changes are publications; where a steady draw reads the same for long,
+    the ages that the device tells are.
+    """
+    for column in ("sensor_w", "published_s"):
+        fresh = rows.loc[np.append(True, np.diff(rows[column]) != 0.0), "t_s" if column == "sensor_w" else column]
+        if fresh.size > 0.2 * len(rows):
+            return float(np.median(np.diff(fresh)))
+    return float(np.median(np.diff(rows["t_s"])))
+
+
+def sensor_gain(rows: pd.DataFrame) -> float:
+    """Sensor's mean power over the meter's, while limits are held and the job computes."""
+    clean = _clean(rows) & rows["measuring"].to_numpy()
+    pairs = clean[1:] & clean[:-1]
+    meter_w = np.diff(rows["energy_j"])[pairs].sum() / np.diff(rows["metered_s"])[pairs].sum()
+    return float(np.nanmean(rows["sensor_w"].to_numpy()[clean]) / meter_w)
+
+
+def _table(dwells: Sequence[Dwell]) -> pd.DataFrame:
+    """Means and spreads by limit, ascending."""
+    data = pd.DataFrame([vars(dwell) for dwell in dwells])
+    groups = data.groupby("wanted_w")
+    table = groups[["limit_w", "power_w", "rate"]].mean()
+    # Rules leave differences alone that are not worth a write; what was commanded is then as good a name for it.
+    near = np.abs(table["limit_w"] - table.index) <= DEAD_BAND * table.index
+    table["limit_w"] = np.where(near, table.index, table["limit_w"])
+    spread = groups[["power_w", "rate"]].std().fillna(0.0)
+    return table.assign(power_sd_w=spread["power_w"], rate_sd=spread["rate"]).reset_index()
+
+
+def _long_phases(rows: pd.DataFrame) -> list[Phase]:
+    """Phases that show at a control period of seconds."""
+    long = [Phase.LOAD, Phase.IDLE]
+    for phase in (Phase.EVALUATE, Phase.CHECKPOINT):
+        count, seconds = _occurrences(rows, phase)
+        if count and seconds / count >= SHORT_S:
+            long.append(phase)
+    return long
+
+
+def _occurrences(rows: pd.DataFrame, phase: Phase) -> tuple[int, float]:
+    """How often a phase came, and its seconds in all."""
+    column = {Phase.EVALUATE: "eval_step", Phase.CHECKPOINT: "checkpoint_step"}[phase]
+    spent = rows[f"{phase.name.lower()}_s"].to_numpy()
+    return int((np.diff(rows[column]) > 0).sum()), float(spent[-1] - spent[0])
+
+
+def _busy_s(rows: pd.DataFrame) -> FloatArray:
+    """Time spent computing so far at each sample, phases too short to show included, s."""
+    other = sum(rows[f"{phase.name.lower()}_s"].to_numpy() for phase in _long_phases(rows))
+    total: FloatArray = rows[[f"{phase.name.lower()}_s" for phase in Phase]].sum(axis=1).to_numpy() - other
+    return total
+
+
+def _clean(rows: pd.DataFrame) -> BoolArray:
+    """Samples at which the job computes, away from other phases."""
+    at_s = rows["t_s"].to_numpy()
+    long = _long_phases(rows)
+    spent = sum(rows[f"{phase.name.lower()}_s"].to_numpy() for phase in long)
+    other = rows["phase"].isin([int(phase) for phase in long]).to_numpy(copy=True)
+    other[1:] |= np.diff(spent) > 1e-3
+    clean = ~other
+    for moment in at_s[other]:
+        clean &= (at_s < moment - _EDGE_S[0]) | (at_s > moment + _EDGE_S[1])
+    return clean
+
+
+def _phases(profile: JobProfile, rows: pd.DataFrame, dwells: Sequence[Dwell]) -> PhaseFamily:
+    """The phases that the run showed, at full speed."""
+    assert profile.full_samples_per_s is not None
+    speed = profile.throughput_at(rows["limit_w"].to_numpy())
+    samples = rows["samples"].to_numpy()
+    work_s = float(samples[-1] - samples[0]) / profile.full_samples_per_s
+    long = _long_phases(rows)
+    n_evaluations = n_checkpoints = 0
+    evaluate_s = checkpoint_s = 0.0
+    if Phase.EVALUATE in long:
+        n_evaluations = _occurrences(rows, Phase.EVALUATE)[0]
+        # Evaluation computes too, so a limit stretches it.
+        evaluate_s = float((np.diff(rows["evaluate_s"]) * speed[1:]).sum()) / n_evaluations
+    if Phase.CHECKPOINT in long:
+        n_checkpoints, checkpoint_s = _occurrences(rows, Phase.CHECKPOINT)
+        checkpoint_s /= n_checkpoints
+    cycles = n_evaluations or n_checkpoints
+    cycle_s = work_s / cycles if cycles else NEVER_S
+    # A cycle has room for one checkpoint; more of them become one as long as all.
+    merged = max(n_checkpoints / cycles, 1.0) if cycles else 1.0
+    between_s = max(work_s / n_checkpoints, cycle_s) if n_checkpoints else 1000.0 * NEVER_S
+    save_level = _level(Phase.CHECKPOINT, profile, rows, dwells) if n_checkpoints else 1.0
+    ar1, innovation = _noise(profile, rows)
+    nothing = Spread(mean=0.0, sd=0.0)
+    return PhaseFamily(
+        gpus=profile.n_gpus,
+        compute_w_per_gpu=profile.full_power_w,
+        host_w_per_gpu=0.0,
+        run_level_sd=0.0,
+        load_level=0.0,
+        evaluate_level=_level(Phase.EVALUATE, profile, rows, dwells) if n_evaluations else 1.0,
+        idle_level=0.0,
+        load_s=nothing,
+        start_stall_s=nothing,
+        first_evaluate_stall_s=nothing,
+        evaluate_stall_s=nothing,
+        evaluate_s=Spread(mean=evaluate_s, sd=0.0),
+        first_compute_work_s=Spread(mean=cycle_s, sd=0.0),
+        compute_work_s=Spread(mean=cycle_s, sd=0.0),
+        fall_s=0.0,
+        rise_s=0.0,
+        ripple=None,
+        noise=ComputeNoise(
+            sample_s=NOISE_S, ar1=ar1, innovation_sd=innovation, dip_probability=0.0, dip_depth=0.0
+        ),
+        checkpoint=Checkpoint(
+            level=(save_level, save_level),
+            duration_s=(max(checkpoint_s * merged, 1e-3),) * 2,
+            compute_work_s=(between_s, between_s),
+        ),
+    )  # fmt: skip
+
+
+def _level(phase: Phase, profile: JobProfile, rows: pd.DataFrame, dwells: Sequence[Dwell]) -> float:
+    """Power in a phase relative to full power, by energy balance; 1 where every limit held it down."""
+    at_s, spent = rows["t_s"].to_numpy(), rows[f"{phase.name.lower()}_s"].to_numpy()
+    computing_w = {dwell.number: dwell.power_w for dwell in dwells}
+    moving = np.append(False, np.diff(spent) > 1e-3)
+    starts = np.flatnonzero(moving[1:] & ~moving[:-1]) + 1
+    levels = []
+    full_w = profile.full_power_w * profile.n_gpus
+    for start in starts:
+        end = start + int(np.argmin(np.append(moving[start:], False)))
+        block = rows[(at_s >= at_s[start] - 1.0) & (at_s <= at_s[min(end, len(at_s) - 1)] + 1.0)]
+        number = int(block["dwell"].iloc[0])
+        if not (block["measuring"].all() and (block["dwell"] == number).all()):
+            continue
+        seconds = float(block[f"{phase.name.lower()}_s"].iloc[-1] - block[f"{phase.name.lower()}_s"].iloc[0])
+        joules = float(block["energy_j"].iloc[-1] - block["energy_j"].iloc[0])
+        metered_s = float(block["metered_s"].iloc[-1] - block["metered_s"].iloc[0])
+        power_w = (joules - computing_w[number] * (metered_s - seconds)) / seconds
+        free = computing_w[number] > 0.95 * full_w
+        if free or power_w < 0.9 * computing_w[number]:
+            levels.append(power_w / full_w)
+    return min(max(float(np.mean(levels)), 0.0), 1.0) if levels else 1.0
+
+
+def _noise(profile: JobProfile, rows: pd.DataFrame) -> tuple[float, float]:
+    """First-order autoregression of the relative power while computing: coefficient, innovation's deviation.
+
+    From the sensor, whose readings are as old as they are, not the meter, whose differences show its own steps. Where
+    limits bind, boards hold the power still, so dwells near full power count if there are any.
+    """
+    rows = rows[_clean(rows) & rows["measuring"].to_numpy()]
+    free = rows[profile.power_at(rows["limit_w"].to_numpy()) > 0.95 * profile.full_power_w * profile.n_gpus]
+    rows = free if len(free) >= 0.1 * len(rows) else rows
+    before, after = [], []
+    for _, part in rows.groupby("dwell"):
+        seconds = np.floor((part["t_s"] - part["t_s"].iloc[0]) / NOISE_S)
+        means = part.groupby(seconds)["sensor_w"].mean().dropna().to_numpy()
+        if means.size >= 2:
+            relative = means / means.mean() - 1.0
+            before += relative[:-1].tolist()
+            after += relative[1:].tolist()
+    if len(before) < 10 or (variance := float(np.mean(np.square(before)))) < 1e-10:
+        return 0.0, 0.0
+    ar1 = float(np.clip(np.mean(np.multiply(before, after)) / variance, -0.95, 0.95))
+    return ar1, (variance * (1.0 - ar1**2)) ** 0.5
+
+
+def _numbers(values: FloatArray | pd.Series) -> tuple[float, ...]:
+    return tuple(float(f"{value:.6g}") for value in np.asarray(values))
