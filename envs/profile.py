@@ -172,7 +172,7 @@ def save_profile(profile: PlantProfile, path: str | Path) -> None:
     """
     import yaml
 
-    atomic_write_text(path, yaml.safe_dump(profile.model_dump(mode="json", exclude_none=True), sort_keys=False))
+    atomic_write_text(path, yaml.safe_dump(profile.model_dump(mode="json"), sort_keys=False))
 
 
 def nominal_profile(surface_id: str, n_gpus: int, actuator: ActuatorKind = "power_limit") -> JobProfile:

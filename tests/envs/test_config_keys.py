@@ -1,5 +1,7 @@
 """Every configuration key changes what an episode looks like; a key that nothing reads fails here."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from pydantic import BaseModel
@@ -23,6 +25,8 @@ FAST = {"period_s": 1.0, "rules": {"raise_window_s": 1.0}}
 ALTERNATIVES = {
     "site.jobs": (3, {}),
     "site.surfaces": ("train", {}),
+    # A profile excludes surfaces of the configuration's own.
+    "site.profile": (str(Path(__file__).with_name("profile.yaml")), {"site": {"surfaces": "train"}}),
     "site.gpus_per_job": ((1, 64), {"site": {"jobs": 6}}),  # shares of the site, so jobs must differ
     "site.phase_families": (("lora_64xh100",), {"site": {"phase_families": ("gpt3_512xh100",)}}),
     "site.randomise": (0.2, {}),
