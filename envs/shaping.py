@@ -194,17 +194,24 @@ class PowerShaping:
         config = self.config
         settings = config.signal
         if settings.trace is not None:
-            return _configured_trace(settings, config.period_s, config.episode_s)
+            return configured_signal(config)
         family = self._families[int(rng.choice(len(self._families), p=self._shares))]
         return draw_signal(family, settings.split, duration_s=config.episode_s, period_s=config.period_s, rng=rng)
 
 
-def _configured_trace(settings: SignalConfig, period_s: float, episode_s: float) -> Signal:
+def configured_signal(config: PowerShapingConfig) -> Signal:
+    """The one recorded signal that a configuration names.
+
+    Raises:
+        UserError: It names none, there is no such recording, or it is shorter than the episode.
+    """
     from pathlib import Path
 
     from wattgym.traces.table import read_trace_file
 
-    assert settings.trace is not None
+    settings, period_s, episode_s = config.signal, config.period_s, config.episode_s
+    if settings.trace is None:
+        raise UserError("signal.trace is not set: signals are drawn from families")
     if Path(settings.trace).suffix in (".csv", ".gz", ".parquet") and Path(settings.trace).exists():
         trace = read_trace_file(settings.trace, kind="regulation")
         return signal_from_trace(

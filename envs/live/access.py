@@ -13,7 +13,7 @@ from wattgym.hw.device import Device, DeviceError, DeviceLostError, DriverError
 from wattgym.hw.guard import ARM_VARIABLE, Guard
 from wattgym.hw.limits import CommandRules
 from wattgym.hw.open import open_devices
-from wattgym.hw.state import StateDir
+from wattgym.hw.state import StateDir, is_alive, read_holder
 from wattgym.hw.telemetry import GuardState
 
 SETTERS: dict[ActuatorKind, str] = {"power_limit": "set_power_limit", "locked_clocks": "lock_clocks"}
@@ -70,6 +70,32 @@ def open_access(config: LiveConfig, rules: CommandRules, policy: str) -> Access:
             device.close()
         raise
     return access
+
+
+def check_devices(config: LiveConfig) -> None:
+    """Opens all devices for reading, once, and closes them again; nothing is written.
+
+    Raises:
+        UserError: A device is not there, is named twice, or is owned by another controller.
+    """
+    opened: list[list[Device]] = []
+    try:
+        for job in config.jobs:
+            opened.append(open_devices(job.devices, config.backend))
+        _check_distinct(opened)
+        if config.backend == "simulated" and config.state_dir is None:
+            return
+        locks = StateDir(config.state_dir)
+        for device in (device for devices in opened for device in devices):
+            holder = read_holder(locks.lock_path(device.info().uuid))
+            if holder is not None and is_alive(holder.pid):
+                raise UserError(
+                    f"{device.info().uuid}: PID {holder.pid} ({holder.program}) already controls this device; "
+                    "stop it first"
+                )
+    finally:
+        for device in (device for devices in opened for device in devices):
+            device.close()
 
 
 def close_guards(guards: Sequence[Guard]) -> UserError | None:

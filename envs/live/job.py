@@ -185,7 +185,8 @@ def measure_full_speeds(
     for j, job in enumerate(jobs):
         wait_for(job, j, 1)  # its first step is over by then
     begun_s = time.monotonic()
-    first = [job.handle.status() for job in jobs]
+    # From the end of one micro-batch to the end of another: half of one would count as all of its time.
+    first = [wait_for(job, j, job.handle.status().samples + 1) for j, job in enumerate(jobs)]
     for j, (job, before, pace) in enumerate(zip(jobs, first, paces, strict=True)):
         if not job.full_samples_per_s:
             after = wait_for(job, j, before.samples + MEASURED_BATCHES * before.micro_batch, begun_s + MEASURED_S)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import typer
 
-from wattgym.cli import evaluate, export, hw, score, traces, train
+from wattgym.cli import deploy, evaluate, export, hw, score, traces, train
 from wattgym.errors import UserError
 
 app = typer.Typer(
@@ -22,6 +22,7 @@ app.command()(evaluate.evaluate)
 app.command("tune-baselines")(evaluate.tune_baselines)
 app.command()(score.score)
 app.command()(export.export)
+app.command()(deploy.deploy)
 app.add_typer(traces.app)
 app.add_typer(hw.app)
 
