@@ -36,6 +36,7 @@ class Manifest(FrozenModel):
         steps: Optimiser steps done.
         samples: Samples trained on; also the position in the data.
         tokens: Tokens of those samples.
+        data: Digest of the tokenised records; they must be the same when the job is resumed.
         evaluated_step: Step of the last evaluation.
         eval_loss: Its loss.
         losses: Losses of the last steps, oldest first.
@@ -46,6 +47,7 @@ class Manifest(FrozenModel):
     steps: int
     samples: int
     tokens: int
+    data: str
     evaluated_step: int | None
     eval_loss: float | None
     losses: tuple[float, ...]

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from wattgym.config import load_config, parse_config
@@ -48,7 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.owner:
             stop.on_death_of(options.owner)
         os.environ |= offline_environment(config.threads)
-        status = run_job(run, config, channel, stop)
+        with _progress_bar(config.max_steps, shown=options.owner is None) as on_step:
+            status = run_job(run, config, channel, stop, on_step)
     except UserError as error:
         print(f"wattgym job: error: {error}", file=sys.stderr)
         return 2
@@ -56,8 +57,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def run_job(run: RunFolder, config: JobConfig, channel: Channel, stop: StopFlag) -> JobStatus:
+def run_job(
+    run: RunFolder,
+    config: JobConfig,
+    channel: Channel,
+    stop: StopFlag,
+    on_step: Callable[[JobStatus], None] = lambda status: None,
+) -> JobStatus:
     """Loads and trains; publishes how it ended, records it in the run folder and removes the channel.
+
+    Args:
+        run: The run's folder, locked for this process.
+        config: The job.
+        channel: The job's channel.
+        stop: Asks the job to end.
+        on_step: Told the status after each step.
 
     Raises:
         UserError: The job failed for a reason that the user can do something about.
@@ -69,7 +83,7 @@ def run_job(run: RunFolder, config: JobConfig, channel: Channel, stop: StopFlag)
         examples = read_examples(config.data)
         from wattgym.live.trainer import Trainer
 
-        state = Trainer(config, examples, run.path, reporter).run()
+        state = Trainer(config, examples, run.path, reporter).run(on_step)
         run.set_status("finished" if state is JobState.FINISHED else "interrupted")
         reporter.publish(state=state, phase=Phase.IDLE)
     except BaseException as error:
@@ -81,6 +95,21 @@ def run_job(run: RunFolder, config: JobConfig, channel: Channel, stop: StopFlag)
     finally:
         channel.unlink()
     return reporter.status
+
+
+@contextlib.contextmanager
+def _progress_bar(max_steps: int | None, *, shown: bool) -> Iterator[Callable[[JobStatus], None]]:
+    """A bar of steps with the loss, where somebody looks at it."""
+    from tqdm import tqdm
+
+    with tqdm(total=max_steps, unit="step", disable=not (shown and sys.stderr.isatty())) as bar:
+
+        def on_step(status: JobStatus) -> None:
+            bar.n = status.steps
+            bar.set_postfix_str(f"loss {status.loss_mean:.3f}", refresh=False)
+            bar.update(0)
+
+        yield on_step
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -65,6 +66,13 @@ class Sequences:
     def answer_tokens(self, indices: Sequence[int]) -> int:
         """Tokens of the given records that count."""
         return sum(self.ids[i].size - max(self.prompt_tokens[i], 1) for i in indices)
+
+    def digest(self) -> str:
+        """Identifies the records as the model sees them."""
+        digest = hashlib.sha256()
+        for sequence, prompt in zip(self.ids, self.prompt_tokens, strict=True):
+            digest.update(np.array([sequence.size, prompt], dtype="<i8").tobytes() + sequence.astype("<i8").tobytes())
+        return digest.hexdigest()
 
     def tokens(self, indices: Sequence[int]) -> int:
         """Tokens of the given records, prompts included."""

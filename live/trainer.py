@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from wattgym.errors import UserError
-from wattgym.live.channel import JobState
+from wattgym.live.channel import JobState, JobStatus
 from wattgym.live.checkpoint import Manifest, load_checkpoint, newest_checkpoint, save_checkpoint
 from wattgym.live.config import JobConfig
 from wattgym.live.log import EVALUATIONS, EVALUATIONS_FILE, STEPS, STEPS_FILE, Table
@@ -68,8 +68,11 @@ class Trainer:
         self._steps_table = Table(folder / STEPS_FILE, STEPS, steps)
         self._evaluations_table = Table(folder / EVALUATIONS_FILE, EVALUATIONS, self._evaluated_step or 0)
 
-    def run(self) -> JobState:
+    def run(self, on_step: Callable[[JobStatus], None] = lambda status: None) -> JobState:
         """Trains until `max_steps`, or until the stop flag is raised; then saves a last checkpoint.
+
+        Args:
+            on_step: Told the status after each step.
 
         Returns:
             `FINISHED` or `STOPPED`.
@@ -85,6 +88,7 @@ class Trainer:
                 self._save_if_due()
                 if reporter.stop.reason or self._done or not self._step():
                     break
+                on_step(reporter.status)
         self._save()
         return JobState.FINISHED if self._done else JobState.STOPPED
 
@@ -210,6 +214,7 @@ class Trainer:
             steps=status.steps,
             samples=status.samples,
             tokens=status.tokens,
+            data=self._data.digest(),
             evaluated_step=self._evaluated_step,
             eval_loss=status.eval_loss,
             losses=self._reporter.recent_losses,
@@ -228,6 +233,8 @@ class Trainer:
     def _take_up(self, folder: Path, manifest: Manifest) -> None:
         if manifest.samples != manifest.steps * self._config.samples_per_update:
             raise UserError(f"{folder}: {manifest.samples} samples in {manifest.steps} steps do not fit this job")
+        if manifest.data != self._data.digest():
+            raise UserError(f"{folder}: the records have changed since this checkpoint; start a new run with them")
         self._rng = load_checkpoint(folder, self._model, self._optimiser)
         torch.set_rng_state(self._rng["cpu"])
         if self._device == "cuda" and "cuda" in self._rng:

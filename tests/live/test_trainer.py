@@ -202,6 +202,14 @@ def test_a_checkpoint_of_another_adapter_is_refused(config, train, tmp_path):
         train(config(max_steps=2, samples_per_update=4), "a")
 
 
+def test_other_records_are_refused_on_resuming(config, train, records):
+    train(config(max_steps=1), "a")
+    lines = records.read_text().splitlines(keepends=True)
+    records.write_text("".join([*lines[1:], lines[0]]))
+    with pytest.raises(UserError, match="the records have changed since this checkpoint"):
+        train(config(max_steps=2), "a")
+
+
 def test_adapter_is_in_peft_s_own_format(config, train, tmp_path):
     from peft import PeftModel
 
