@@ -16,14 +16,14 @@ REGULATION = ("regd", "rega", "droop", "synthetic_regd", "recorded")
 
 
 def scenario_metrics(
-    rollout: Rollout, uncapped: Rollout | None, variant: PjmVariant = PJM_VARIANTS["legacy"]
+    rollout: Rollout, uncapped: Rollout | None, variant: PjmVariant | None = PJM_VARIANTS["legacy"]
 ) -> Mapping[str, FloatArray]:
     """Metrics of each scenario.
 
     Args:
         rollout: What the controller did.
         uncapped: The uncapped run of the same scenarios; without it, what is relative to it is left out.
-        variant: Rules of the regulation score.
+        variant: Rules of the regulation score; None leaves it out, as for a live run that is too short for it.
 
     Returns:
         Arrays of shape `(B,)` by metric name (`wattgym.agents.episodes.METRICS`); NaN where one does not apply.
@@ -34,7 +34,7 @@ def scenario_metrics(
     energy_kwh = rollout.power_w.mean(axis=1) / 1000.0 * hours
     actuations = actuations_per_hour(rollout.limit.swapaxes(1, 2), period_s=rollout.period_s, range_w=1.0)
     metrics = {
-        **_regulation(rollout, variant),
+        **(_regulation(rollout, variant) if variant is not None else {}),
         "nrmse": np.sqrt((error**2).mean(axis=1)),
         "mae_over_r": size.mean(axis=1),
         "share_within_30pct": (size <= 0.3 + 1e-12).mean(axis=1),
