@@ -41,6 +41,7 @@ class JobHandle:
         self._process = process
         self._knobs = knobs
         self._asked_to_stop = False
+        self._closed: JobStatus | None = None
 
     @classmethod
     def start(
@@ -113,6 +114,8 @@ class JobHandle:
     @property
     def alive(self) -> bool:
         """The job's process lives."""
+        if self._closed is not None:
+            return False
         return self._process.poll() is None if self._process is not None else is_locked(self.folder)
 
     @property
@@ -122,6 +125,8 @@ class JobHandle:
 
     def status(self) -> JobStatus:
         """The job's newest status; a job that died without a word is `FAILED`, with the reason as far as known."""
+        if self._closed is not None:
+            return self._closed
         if self.alive:
             return self._channel.read_status().at(time.monotonic())
         status = self._channel.read_status()
@@ -218,10 +223,16 @@ class JobHandle:
             self._process.poll()
             if self._process.returncode is None:
                 self._process.returncode = 0  # tells Popen that nobody is going to wait for this child
+        self._closed = self._channel.read_status()
         self._channel.close()
 
     def close(self) -> None:
-        """Stops a job that this handle started, records its end and removes its shared memory."""
+        """Stops a job that this handle started, records its end and removes its shared memory; once is enough.
+
+        `status` goes on to tell how the job ended.
+        """
+        if self._closed is not None:
+            return
         if self._process is None:
             self.detach()
             return
@@ -230,6 +241,7 @@ class JobHandle:
             run = RunFolder.open(self.folder, KIND)
             if run.info.status == "running":  # the job could not record its end itself
                 run.set_status("failed" if status.state is JobState.FAILED else "interrupted")
+        self._closed = status
         self._channel.unlink()
         self._channel.close()
 

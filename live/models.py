@@ -98,12 +98,21 @@ class HubTokeniser:
         self._end: list[int] = [] if eos is None else [eos]
 
     def encode(self, example: Example) -> tuple[list[int], int]:
-        """Ids of prompt and answer, and how many of them are the prompt's."""
+        """Ids of prompt and answer, and how many of them are the prompt's.
+
+        Raises:
+            UserError: The model's chat template cannot take the prompt.
+        """
+        from jinja2 import TemplateError
+
         if not example.prompt:
             return [*self._tokenizer(example.response)["input_ids"], *self._end], 0
         if self._tokenizer.chat_template:
             turns = [{"role": "user", "content": example.prompt}]
-            text = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+            try:
+                text = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+            except TemplateError as error:
+                raise UserError(f"the model's chat template refuses a user's turn: {_one_line(error)}") from None
             prompt = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         else:
             prompt = self._tokenizer(_plain_prompt(example))["input_ids"]

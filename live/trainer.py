@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ class Trainer:
                 raise
             raise UserError(f"out of memory on {reporter.status.device} while loading the model") from None
         self._data: Sequences = tokenise(examples, tokeniser, config.data.max_tokens)
+        self._digest = self._data.digest()
         self._order = Order(len(self._data.ids), config.data.holdout, config.seed)
         self._parameters = [p for p in self._model.parameters() if p.requires_grad]
         self._optimiser = torch.optim.AdamW(
@@ -118,7 +120,8 @@ class Trainer:
                     tokens=reporter.status.tokens + self._data.tokens(batch),
                 )
                 if number == len(batches):
-                    self._update(before.steps, loss)
+                    with self._memory_guard(batch):
+                        self._update(before.steps, loss)
                     reporter.end_step(loss)
                     self._rng = self._rng_state()
         times = reporter.step_times()
@@ -130,10 +133,15 @@ class Trainer:
         return True
 
     def _backward(self, batch: list[int], answer_tokens: int) -> float:
-        try:
+        with self._memory_guard(batch):
             loss = self._loss_sum(batch) / answer_tokens
             loss.backward()  # type: ignore[no-untyped-call]
             return float(loss.item())  # also waits for the GPU, so that the unit's time is its real one
+
+    @contextmanager
+    def _memory_guard(self, batch: list[int]) -> Iterator[None]:
+        try:
+            yield
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -179,7 +187,7 @@ class Trainer:
         with reporter.phase(Phase.EVALUATE), torch.no_grad():
             self._model.eval()
             for batch in split(held_out, reporter.status.micro_batch):
-                with reporter.work():
+                with reporter.work(), self._memory_guard(batch):
                     total += float(self._loss_sum(batch).item())
                 if reporter.stop.reason:
                     break
@@ -214,7 +222,7 @@ class Trainer:
             steps=status.steps,
             samples=status.samples,
             tokens=status.tokens,
-            data=self._data.digest(),
+            data=self._digest,
             evaluated_step=self._evaluated_step,
             eval_loss=status.eval_loss,
             losses=self._reporter.recent_losses,
@@ -233,7 +241,7 @@ class Trainer:
     def _take_up(self, folder: Path, manifest: Manifest) -> None:
         if manifest.samples != manifest.steps * self._config.samples_per_update:
             raise UserError(f"{folder}: {manifest.samples} samples in {manifest.steps} steps do not fit this job")
-        if manifest.data != self._data.digest():
+        if manifest.data != self._digest:
             raise UserError(f"{folder}: the records have changed since this checkpoint; start a new run with them")
         self._rng = load_checkpoint(folder, self._model, self._optimiser)
         torch.set_rng_state(self._rng["cpu"])

@@ -84,6 +84,9 @@ def test_a_job_obeys_its_handle(config, tmp_path):
         last = job.stop()
         assert (last.state, last.phase) == (JobState.STOPPED, Phase.IDLE)
         assert last.checkpoint_step == last.steps
+    job.close()
+    assert job.status() == last
+    assert not job.alive
     assert not (folder / CHANNEL_FILE).exists()
     assert not is_locked(folder)
     assert RunFolder.open(folder).info.status == "interrupted"

@@ -210,6 +210,20 @@ def test_other_records_are_refused_on_resuming(config, train, records):
         train(config(max_steps=2), "a")
 
 
+def test_memory_that_runs_out_in_an_evaluation_is_named_too(config, train, monkeypatch):
+    def refuse(self, batch):
+        if not torch.is_grad_enabled():
+            raise RuntimeError(
+                "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
+            )
+        return loss_sum(self, batch)
+
+    loss_sum = Trainer._loss_sum
+    monkeypatch.setattr(Trainer, "_loss_sum", refuse)
+    with pytest.raises(UserError, match=r"out of memory on cpu, float32 in a micro-batch of 4 x \d+ tokens"):
+        train(config(max_steps=1, evaluate_every=1), "a")
+
+
 def test_adapter_is_in_peft_s_own_format(config, train, tmp_path):
     from peft import PeftModel
 
@@ -283,6 +297,13 @@ def test_any_local_model_folder(config, train, model_folder):
     # ? 1 + 1 = ? =   2   <eos>, by the template
     assert (ids, prompt) == ([16, 5, 14, 5, 15, 16, 15, 6, 1], 7)
     assert tokeniser.pad_id == 1
+
+
+def test_a_chat_template_that_refuses_is_named(config, model_folder):
+    (model_folder / "chat_template.jinja").write_text("{{ raise_exception('needs a system turn') }}")
+    _, tokeniser = load_model(config(model={"source": "folder", "path": str(model_folder)}), "cpu")
+    with pytest.raises(UserError, match="chat template refuses a user's turn: needs a system turn"):
+        tokeniser.encode(read_examples(config().data)[0])
 
 
 @pytest.mark.parametrize(
