@@ -103,7 +103,7 @@ def plan_deployment(options: DeployOptions) -> Deployment:
     bundle = _bundle(options.policy)
     env = _environment(options, bundle, seconds)
     folder = options.out or Path("runs") / f"deploy-{_slug(options.policy)}-{time.strftime('%Y%m%d-%H%M%S')}"
-    live = _plant(options, env.site.jobs, folder)
+    live = plan_plant(options, env.site.jobs, folder)
     if len(live.jobs) != env.site.jobs:
         owner = f"{options.policy} controls" if bundle else "--jobs asks for"
         raise UserError(f"{options.live}: has {len(live.jobs)} jobs, {owner} {env.site.jobs}")
@@ -163,14 +163,33 @@ def _environment(options: DeployOptions, bundle: Bundle | None, seconds: float) 
         offers = trained.get("signal", {}).get("offers", {})
         data = trained | {"signal": signal | {"offers": offers}, "episode_s": seconds}
         return parse_config(PowerShapingConfig, data, options.policy)
-    jobs = options.jobs
-    if jobs is None:
-        jobs = len(load_config(LiveConfig, options.live).jobs) if options.live else max(len(options.devices), 2)
+    jobs = plan_jobs(options)
     data = {"signal": signal, "episode_s": seconds, "site": {"jobs": jobs}, "period_s": options.period_s or 2.0}
     return parse_config(PowerShapingConfig, data, "deploy")
 
 
-def _plant(options: DeployOptions, jobs: int, folder: Path) -> LiveConfig:
+def plan_jobs(options: DeployOptions) -> int:
+    """How many jobs the options ask for, where no bundle says it.
+
+    Raises:
+        UserError: The plant's file cannot be used.
+    """
+    if options.jobs is not None:
+        return options.jobs
+    return len(load_config(LiveConfig, options.live).jobs) if options.live else max(len(options.devices), 2)
+
+
+def plan_plant(options: DeployOptions, jobs: int, folder: Path) -> LiveConfig:
+    """The live plant that the options describe.
+
+    Args:
+        options: What the command line says.
+        jobs: Jobs of the plant, where no file says it.
+        folder: Run folder, beside which simulated devices keep their state.
+
+    Raises:
+        UserError: The options exclude each other, or a file cannot be used.
+    """
     if options.live is not None:
         if options.job or options.devices:
             raise UserError("--live says everything about the jobs; it excludes --job and --device")

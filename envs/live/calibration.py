@@ -236,14 +236,14 @@ class _Sweep:
             self._finish_tick(number, targets, commanded_s, False)
         first = len(self.rows)
         begun_s = self.clock()
-        while (
-            self.clock() - started_s < dwell_s or self.clock() - begun_s < MEASURE_S or self._steps(first) < MIN_STEPS
-        ):
+        # Deadlines add up, so that what one dwell takes too long the next makes good.
+        end_s = max(self.begun_s + (number + 1) * dwell_s - 0.5 * PERIOD_S, begun_s + MEASURE_S)
+        while self.clock() < end_s or not self._enough(first):
             if self.clock() - started_s > _LONGEST_DWELLS * dwell_s:
                 raise UserError(
-                    f"a job makes fewer than {MIN_STEPS} optimiser steps in {_LONGEST_DWELLS * dwell_s:.0f} s at "
-                    f"{', '.join(f'{t:.0f} W' for t in targets)}; raise the calibration's minutes or lower "
-                    "training.samples_per_update"
+                    f"a job makes fewer than {MIN_STEPS} optimiser steps, or computes less than {MEASURE_S:g} s, in "
+                    f"{_LONGEST_DWELLS * dwell_s:.0f} s at {', '.join(f'{t:.0f} W' for t in targets)}; raise the "
+                    "calibration's minutes, or lower training.samples_per_update"
                 )
             self._finish_tick(number, targets, commanded_s, True)
 
@@ -277,13 +277,16 @@ class _Sweep:
                 self.rows.append(_row(j, sample, number, float(targets[j]), commanded_s, measuring))
             self.sleep(min(max(SAMPLE_S - (self.clock() - now_s), 0.0), max(end_s - self.clock(), 0.0)))
 
-    def _steps(self, first: int) -> float:
-        """Fewest whole steps that a job has made since a row."""
-        steps: dict[float, list[float]] = {}
-        for row in self.rows[first:]:
-            steps.setdefault(row["job"], []).append(row["steps"])
-        # The first edge begins the measurement, so it takes one change more than there are whole steps.
-        return min((values[-1] - values[0] - 1 for values in steps.values()), default=0)
+    def _enough(self, first: int) -> bool:
+        """Whether every job has computed for long enough, and made enough whole steps, since a row."""
+        jobs = len(self.plant.profiles)
+        if len(self.rows) <= first + jobs:
+            return False
+        for before, after in zip(self.rows[first : first + jobs], self.rows[-jobs:], strict=True):
+            # The first step that ends only begins the measurement.
+            if after["steps"] - before["steps"] - 1 < MIN_STEPS or after["compute_s"] - before["compute_s"] < MEASURE_S:
+                return False
+        return True
 
 
 def _row(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
+from scipy.optimize import isotonic_regression
 
 from wattgym.envs.emulator.phases import Checkpoint, ComputeNoise, PhaseFamily, Spread
 from wattgym.envs.plant import FloatArray
@@ -31,8 +32,13 @@ DEAD_BAND = 0.01
 _EDGE_S = (0.3, 0.8)
 """Time before and after a phase that is left out of computing: meters lag, and draws take time to move."""
 
+_LEAST_COMPUTING_S = 1.0
+
 _STEP_SHARE = 0.1
 """A fall of power counts as a step response if it is at least this share of the power before."""
+
+REAL_REVERSAL = 3.0
+"""Standard errors by which means must fall with a rising limit to be taken as they are."""
 
 SETTLED_S = 2.5
 """Time after a command at which a lowered draw stands still; several time constants of every known board."""
@@ -104,7 +110,7 @@ def _measure(number: int, part: pd.DataFrame, busy: FloatArray, clean: BoolArray
     where, steps = part.index.to_numpy(), part["steps"].to_numpy()
     pairs = clean[where[1:]] & clean[where[:-1]] & (np.diff(where) == 1)
     joules, seconds = np.diff(part["energy_j"])[pairs].sum(), np.diff(part["metered_s"])[pairs].sum()
-    if not (seconds > 0.2 * (part["t_s"].iloc[-1] - part["t_s"].iloc[0]) and np.isfinite(joules)):
+    if not (seconds > _LEAST_COMPUTING_S and np.isfinite(joules)):
         raise UserError(
             f"job {part['job'].iloc[0]:.0f}: hardly computed at {part['wanted_w'].iloc[0]:.0f} W, so that its power "
             "cannot be told; evaluate and save less often while calibrating"
@@ -197,7 +203,20 @@ def _table(dwells: Sequence[Dwell]) -> pd.DataFrame:
     near = np.abs(table["limit_w"] - table.index) <= DEAD_BAND * table.index
     table["limit_w"] = np.where(near, table.index, table["limit_w"])
     spread = groups[["power_w", "rate"]].std().fillna(0.0)
+    for column in ("power_w", "rate"):
+        table[column] = _rising(table[column].to_numpy(), spread[column].to_numpy(), groups.size().to_numpy())
     return table.assign(power_sd_w=spread["power_w"], rate_sd=spread["rate"]).reset_index()
+
+
+def _rising(means: FloatArray, sd: FloatArray, visits: FloatArray) -> FloatArray:
+    """Means by ascending limit, rising as far as their scatter allows.
+
+    A higher limit hardly ever lowers power or speed, so reversals within the scatter are pooled (isotonic regression);
+    a job that is really faster below the top keeps its curve.
+    """
+    error = np.sqrt(np.mean(sd**2) / visits)
+    rising: FloatArray = isotonic_regression(means, weights=visits).x
+    return rising if (np.abs(rising - means) <= REAL_REVERSAL * error).all() else means
 
 
 def _long_phases(rows: pd.DataFrame) -> list[Phase]:
@@ -258,7 +277,7 @@ def _phases(profile: JobProfile, rows: pd.DataFrame, dwells: Sequence[Dwell]) ->
     # A cycle has room for one checkpoint; more of them become one as long as all.
     merged = max(n_checkpoints / cycles, 1.0) if cycles else 1.0
     between_s = max(work_s / n_checkpoints, cycle_s) if n_checkpoints else 1000.0 * NEVER_S
-    save_level = _level(Phase.CHECKPOINT, profile, rows, dwells) if n_checkpoints else 1.0
+    levels = _levels(profile, rows, dwells)
     ar1, innovation = _noise(profile, rows)
     nothing = Spread(mean=0.0, sd=0.0)
     return PhaseFamily(
@@ -267,7 +286,7 @@ def _phases(profile: JobProfile, rows: pd.DataFrame, dwells: Sequence[Dwell]) ->
         host_w_per_gpu=0.0,
         run_level_sd=0.0,
         load_level=0.0,
-        evaluate_level=_level(Phase.EVALUATE, profile, rows, dwells) if n_evaluations else 1.0,
+        evaluate_level=max(levels[Phase.EVALUATE], 1e-3),
         idle_level=0.0,
         load_s=nothing,
         start_stall_s=nothing,
@@ -283,35 +302,50 @@ def _phases(profile: JobProfile, rows: pd.DataFrame, dwells: Sequence[Dwell]) ->
             sample_s=NOISE_S, ar1=ar1, innovation_sd=innovation, dip_probability=0.0, dip_depth=0.0
         ),
         checkpoint=Checkpoint(
-            level=(save_level, save_level),
+            level=(levels[Phase.CHECKPOINT],) * 2,
             duration_s=(max(checkpoint_s * merged, 1e-3),) * 2,
             compute_work_s=(between_s, between_s),
         ),
     )  # fmt: skip
 
 
-def _level(phase: Phase, profile: JobProfile, rows: pd.DataFrame, dwells: Sequence[Dwell]) -> float:
-    """Power in a phase relative to full power, by energy balance; 1 where every limit held it down."""
-    at_s, spent = rows["t_s"].to_numpy(), rows[f"{phase.name.lower()}_s"].to_numpy()
+def _levels(profile: JobProfile, rows: pd.DataFrame, dwells: Sequence[Dwell]) -> dict[Phase, float]:
+    """Power in evaluation and checkpoint relative to full power, by energy balance; 1 where limits held it down.
+
+    A stretch away from computing, with a second of computing on both sides for what lags, has drawn what computing
+    would have drawn for part of the time; the rest is the phases'. Stretches in which a limit may have held the power
+    down tell nothing, unless they drew clearly less than computing did.
+    """
+    at_s = rows["t_s"].to_numpy()
+    phases = [phase for phase in (Phase.EVALUATE, Phase.CHECKPOINT) if phase in _long_phases(rows)]
+    spent = rows[[f"{phase.name.lower()}_s" for phase in phases]].to_numpy()
+    away = np.append(False, (np.diff(spent, axis=0) > 1e-3).any(axis=1))
     computing_w = {dwell.number: dwell.power_w for dwell in dwells}
-    moving = np.append(False, np.diff(spent) > 1e-3)
-    starts = np.flatnonzero(moving[1:] & ~moving[:-1]) + 1
-    levels = []
     full_w = profile.full_power_w * profile.n_gpus
-    for start in starts:
-        end = start + int(np.argmin(np.append(moving[start:], False)))
-        block = rows[(at_s >= at_s[start] - 1.0) & (at_s <= at_s[min(end, len(at_s) - 1)] + 1.0)]
+    seconds, joules = [], []
+    for first, last in _stretches(away):
+        inside = np.flatnonzero((at_s >= at_s[first] - 1.0) & (at_s <= at_s[last] + 1.0))
+        block = rows.iloc[inside]
         number = int(block["dwell"].iloc[0])
-        if not (block["measuring"].all() and (block["dwell"] == number).all()):
+        if number not in computing_w or not (block["measuring"].all() and (block["dwell"] == number).all()):
             continue
-        seconds = float(block[f"{phase.name.lower()}_s"].iloc[-1] - block[f"{phase.name.lower()}_s"].iloc[0])
-        joules = float(block["energy_j"].iloc[-1] - block["energy_j"].iloc[0])
-        metered_s = float(block["metered_s"].iloc[-1] - block["metered_s"].iloc[0])
-        power_w = (joules - computing_w[number] * (metered_s - seconds)) / seconds
-        free = computing_w[number] > 0.95 * full_w
-        if free or power_w < 0.9 * computing_w[number]:
-            levels.append(power_w / full_w)
-    return min(max(float(np.mean(levels)), 0.0), 1.0) if levels else 1.0
+        in_phases = spent[inside[-1]] - spent[inside[0]]
+        metered = block[["energy_j", "metered_s"]].iloc[-1] - block[["energy_j", "metered_s"]].iloc[0]
+        rest = float(metered["energy_j"]) - computing_w[number] * (float(metered["metered_s"]) - in_phases.sum())
+        if computing_w[number] > 0.95 * full_w or rest < 0.9 * computing_w[number] * in_phases.sum():
+            seconds.append(in_phases)
+            joules.append(rest)
+    if not seconds:
+        return dict.fromkeys((Phase.EVALUATE, Phase.CHECKPOINT), 1.0)
+    found = np.linalg.lstsq(np.array(seconds), np.array(joules), rcond=None)[0] / full_w
+    levels = dict.fromkeys((Phase.EVALUATE, Phase.CHECKPOINT), 1.0)
+    return levels | {phase: min(max(float(level), 0.0), 1.0) for phase, level in zip(phases, found, strict=True)}
+
+
+def _stretches(mask: BoolArray) -> list[tuple[int, int]]:
+    """First and last index of each run of true values."""
+    edges = np.diff(np.concatenate([[0], mask.astype(np.int8), [0]]))
+    return list(zip(np.flatnonzero(edges == 1), np.flatnonzero(edges == -1) - 1, strict=True))
 
 
 def _noise(profile: JobProfile, rows: pd.DataFrame) -> tuple[float, float]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import typer
 
-from wattgym.cli import deploy, evaluate, export, hw, score, traces, train
+from wattgym.cli import deploy, evaluate, export, gap, hw, score, traces, train
 from wattgym.errors import UserError
 
 app = typer.Typer(
@@ -23,6 +23,7 @@ app.command("tune-baselines")(evaluate.tune_baselines)
 app.command()(score.score)
 app.command()(export.export)
 app.command()(deploy.deploy)
+app.command()(gap.gap)
 app.add_typer(traces.app)
 app.add_typer(hw.app)
 

@@ -1,4 +1,4 @@
-"""`wattgym evaluate` and `wattgym tune-baselines`."""
+"""`wattgym evaluate` and `wattgym tune-baselines`, for either control problem."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from wattgym.agents.baselines import TunedGains
     from wattgym.agents.evaluation import EvaluationPlan
     from wattgym.agents.policy import TrainedPolicy
+    from wattgym.agents.results import EvaluationResult
     from wattgym.envs.config import PowerShapingConfig
+
+Loaded = list[tuple[Path, "TrainedPolicy"]]
 
 
 def evaluate(
@@ -23,50 +26,81 @@ def evaluate(
         list[Path] | None, typer.Argument(help="Training runs or policy bundles; none: baselines alone.")
     ] = None,
     baselines: Annotated[str, typer.Option(help="all, none, or names separated by commas.")] = "all",
-    families: Annotated[str, typer.Option(help="Signal families, separated by commas.")] = "regd,rega,droop",
-    split: Annotated[str, typer.Option(help="Split of signals and plants: train, validation or test.")] = "test",
+    families: Annotated[
+        str | None, typer.Option(help="Families, separated by commas; default: regd,rega,droop, or all scenario files.")
+    ] = None,
+    split: Annotated[str, typer.Option(help="Split of what is drawn: train, validation or test.")] = "test",
     seeds: Annotated[int, typer.Option(help="Scenarios per family.")] = 20,
-    episode_s: Annotated[float, typer.Option(help="Length of a scenario, seconds.")] = 2400.0,
-    variant: Annotated[str, typer.Option(help="Rules of the PJM score; see docs/scores.md.")] = "legacy",
+    episode_s: Annotated[float | None, typer.Option(help="Power shaping: length of a scenario, seconds; 2400.")] = None,
+    variant: Annotated[str | None, typer.Option(help="Power shaping: rules of the PJM score; legacy.")] = None,
+    sizes: Annotated[
+        str | None, typer.Option(help="Site selection: numbers of sites beside the families' own, by commas.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder for tables and report.html.")] = Path("evaluation"),
-    config: Annotated[Path | None, typer.Option(help="Environment of a training configuration, without runs.")] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="Training configuration, scenario file or folder of those."),
+    ] = None,
     checkpoint: Annotated[str, typer.Option(help="best or last.")] = "best",
-    gains: Annotated[Path | None, typer.Option(help="Tuned gains; default: the shipped ones.")] = None,
+    gains: Annotated[Path | None, typer.Option(help="Tuned baselines; default: the shipped ones.")] = None,
 ) -> None:
     """Judge policies against baselines on identical held-out scenarios; writes tables and report.html."""
-    from rich.console import Console
+    from wattgym.cli import selection
+    from wattgym.errors import UserError
 
+    if checkpoint not in ("best", "last"):
+        raise UserError(f"--checkpoint {checkpoint}: valid are best and last")
+    check_folder(out)
+    loaded = _load_runs(runs or [], checkpoint)
+    plan: dict[str, Any] = {"split": split, "seeds": seeds}
+    found = selection.families_of([policy for _, policy in loaded], config)
+    if found is not None:
+        _refuse({"--episode-s": episode_s, "--variant": variant}, "power shaping")
+        plan["sizes"] = _numbers(sizes) if sizes else ()
+        selection.check_runs(loaded)
+        selection.evaluate_selection(
+            found, _grouped(loaded), baselines=baselines, families=families, plan=plan, gains=gains, out=out
+        )
+        return
+    _refuse({"--sizes": sizes}, "site selection")
+    given = {"episode_s": episode_s, "variant": variant}
+    plan |= {key: value for key, value in given.items() if value is not None}
+    plan |= {"families": tuple(name.strip() for name in families.split(","))} if families else {}
+    _evaluate_shaping(loaded, config, baselines, plan, gains, out)
+
+
+def _evaluate_shaping(
+    loaded: Loaded, config: Path | None, baselines: str, plan: dict[str, Any], gains: Path | None, out: Path
+) -> None:
     from wattgym.agents.baselines import load_tuned, select_baselines
     from wattgym.agents.evaluation import EvaluationPlan
     from wattgym.agents.evaluation import evaluate as run_evaluation
-    from wattgym.agents.report import write_report
-    from wattgym.agents.summary import print_summary
     from wattgym.config import parse_config
 
-    plan = parse_config(
-        EvaluationPlan,
-        {
-            "families": tuple(name.strip() for name in families.split(",")),
-            "split": split,
-            "seeds": seeds,
-            "episode_s": episode_s,
-            "variant": variant,
-        },
-        "evaluate",
-    )
+    resolved = parse_config(EvaluationPlan, plan, "evaluate")
     chosen = select_baselines(baselines)
     tuned = load_tuned(gains) if gains else load_tuned()
-    _check_folder(out)
-    trained, env = _load_runs(runs or [], checkpoint, config)
+    env = _environment(loaded, config)
+    trained = _grouped(loaded)
     result = run_evaluation(
         env,
         {name: [policy.controller for policy in group] for name, group in trained.items()},
         chosen,
-        plan,
+        resolved,
         tuned=tuned,
-        provenance=_provenance(plan, env, trained, tuned),
+        provenance=_provenance(resolved, env, trained, tuned),
         progress=lambda text: print(f"evaluating {text}", file=sys.stderr),
     )
+    deliver(result, out)
+
+
+def deliver(result: EvaluationResult, out: Path) -> None:
+    """Writes an evaluation's tables and report, and prints its summary."""
+    from rich.console import Console
+
+    from wattgym.agents.report import write_report
+    from wattgym.agents.summary import print_summary
+
     result.save(out)
     write_report(result, out / "report.html")
     print_summary(result.summary, Console())
@@ -87,13 +121,18 @@ def tune_baselines(
     from wattgym.agents.config import TrainingConfig
     from wattgym.agents.tuning import TUNABLE
     from wattgym.agents.tuning import tune_baselines as run_tuning
+    from wattgym.cli import selection
     from wattgym.config import load_config
     from wattgym.files import atomic_write_text
 
-    env = load_config(TrainingConfig, config).env
-    _check_folder(out.parent)
+    check_folder(out.parent)
     options = {"config": config, "budget": budget, "scenarios": scenarios, "seed": seed, "out": out}
     command = shlex.join(["wattgym", "tune-baselines", *(f"--{name}={value}" for name, value in options.items())])
+    found = selection.families_of([], config)
+    if found is not None:
+        selection.tune(found, budget=budget, scenarios=scenarios, seed=seed, command=command, out=out)
+        return
+    env = load_config(TrainingConfig, config).env
     with tqdm(total=budget * len(TUNABLE), unit="setting", desc="tune", delay=0.5) as bar:
         tuned = run_tuning(
             env, budget=budget, scenarios=scenarios, seed=seed, command=command, progress=lambda *_: bar.update()
@@ -103,39 +142,71 @@ def tune_baselines(
         typer.echo(f"{name}: {best.model_dump()} -> {tuned.objective} {tuned.objective_value[name]:.4f}")
 
 
-def _load_runs(
-    runs: list[Path], checkpoint: str, config: Path | None
-) -> tuple[dict[str, list[TrainedPolicy]], PowerShapingConfig]:
-    """Policies by name, runs that differ in their seed alone under one, and the environment that they share."""
-    from wattgym.agents.config import TrainingConfig
+def _load_runs(runs: list[Path], checkpoint: str) -> Loaded:
     from wattgym.agents.policy import load_policy
+
+    return [(path, load_policy(path, "best" if checkpoint == "best" else "last")) for path in runs]
+
+
+def _environment(loaded: Loaded, config: Path | None) -> PowerShapingConfig:
+    """The environment that all runs share: that of the configuration, of the first run, or the default."""
+    from wattgym.agents.config import TrainingConfig
     from wattgym.config import load_config
     from wattgym.envs.config import PowerShapingConfig
     from wattgym.errors import UserError
 
-    if checkpoint not in ("best", "last"):
-        raise UserError(f"--checkpoint {checkpoint}: valid are best and last")
     env = load_config(TrainingConfig, config).env if config else None
     # A policy can be taken to another site, but not to another meaning of its observations and actions.
     must_agree = ("action", "observation", "period_s") if config else (
         "site", "action", "observation", "rules", "period_s"
     )  # fmt: skip
-    groups: dict[str, list[TrainedPolicy]] = {}
-    for path in runs:
-        policy = load_policy(path, "best" if checkpoint == "best" else "last")
+    for path, policy in loaded:
+        if not isinstance(policy.config, TrainingConfig):
+            raise UserError(f"{path}: was trained for site selection; evaluate it alone")
         env = env or policy.config.env
         for key in must_agree:
             if getattr(policy.config.env, key) != getattr(env, key):
-                other = f"{config}" if config else f"{runs[0]}"
+                other = f"{config}" if config else f"{loaded[0][0]}"
                 raise UserError(f"{path}: was trained with another env.{key} than {other}; evaluate it alone")
-        for group in groups.values():
+    return env or PowerShapingConfig()
+
+
+def _grouped(loaded: Loaded) -> dict[str, list[TrainedPolicy]]:
+    """Policies by name, runs that differ in their seed alone under one."""
+    groups: list[list[TrainedPolicy]] = []
+    for _, policy in loaded:
+        for group in groups:
             same_kind = type(group[0].controller) is type(policy.controller)
             if same_kind and group[0].config == policy.config.model_copy(update={"seed": group[0].config.seed}):
                 group.append(policy)
                 break
         else:
-            groups[str(path)] = [policy]
-    return {_group_name(group): group for group in groups.values()}, env or PowerShapingConfig()
+            groups.append([policy])
+    names = [_group_name(group) for group in groups]
+    doubled = next((name for name in names if names.count(name) > 1), None)
+    if doubled is not None:
+        from wattgym.errors import UserError
+
+        raise UserError(f"two controllers are named '{doubled}'; names must be unique")
+    return dict(zip(names, groups, strict=True))
+
+
+def _refuse(given: dict[str, object], problem: str) -> None:
+    """Options that nothing would read are refused."""
+    from wattgym.errors import UserError
+
+    for option, value in given.items():
+        if value is not None:
+            raise UserError(f"{option} goes with {problem} only")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    from wattgym.errors import UserError
+
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise UserError(f"--sizes {text}: expected whole numbers separated by commas, for example 20,57") from None
 
 
 def _group_name(group: list[TrainedPolicy]) -> str:
@@ -159,26 +230,31 @@ def _provenance(
         "baseline tuning": f"{tuned.budget} settings x {tuned.scenarios} training scenarios, by {tuned.objective}",
         "scenarios": plan.model_dump(mode="json"),
         "environment": env.model_dump(mode="json"),
-        "policies": {
-            name: [
-                {
-                    "folder": str(policy.run.path),
-                    "status": policy.run.info.status,
-                    "seed": policy.run.info.seed,
-                    "algorithm": policy.config.train.algorithm,
-                    "trained steps": policy.steps,
-                    "commit": policy.run.info.git.commit if policy.run.info.git else "unknown",
-                    "config": policy.run.config,
-                }
-                for policy in group
-            ]
-            for name, group in trained.items()
-        },
+        "policies": policies_provenance(trained),
         "versions": installed_versions(),
     }
 
 
-def _check_folder(out: Path) -> None:
+def policies_provenance(trained: dict[str, list[TrainedPolicy]]) -> dict[str, Any]:
+    """Where policies come from, for a report."""
+    return {
+        name: [
+            {
+                "folder": str(policy.run.path),
+                "status": policy.run.info.status,
+                "seed": policy.run.info.seed,
+                "algorithm": policy.config.train.algorithm,
+                "trained steps": policy.steps,
+                "commit": policy.run.info.git.commit if policy.run.info.git else "unknown",
+                "config": policy.run.config,
+            }
+            for policy in group
+        ]
+        for name, group in trained.items()
+    }
+
+
+def check_folder(out: Path) -> None:
     """Refuses an unusable output folder before minutes of work are spent; creates nothing."""
     from wattgym.errors import UserError
 

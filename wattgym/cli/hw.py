@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from wattgym.cli import hw_guard
+from wattgym.cli import calibrate, hw_guard
 from wattgym.cli.hw_guard import BackendOption, StateDirOption
 
 app = typer.Typer(
@@ -18,6 +18,7 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 hw_guard.register(app)
+app.command()(calibrate.calibrate)
 
 
 @app.command()
