@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from pydantic import Field, field_validator
@@ -152,7 +152,7 @@ def evaluate(
     Raises:
         UserError: Names are not unique, there is nothing to evaluate, or the scenarios cannot be drawn.
     """
-    _check_names(policies, baselines)
+    check_names(policies, baselines)
     # What is wrong with one family shows before the others have run for minutes.
     stages = [Stage(env, family, plan) for family in plan.families]
     rows: list[EpisodeResult] = []
@@ -221,7 +221,21 @@ def _trace(name: str, scenario: str, rollout: Rollout, i: int) -> PowerTrace:
     )
 
 
-def _check_names(policies: Mapping[str, Sequence[Controller]], baselines: Sequence[str]) -> None:
+class Named(Protocol):
+    """Whoever has a name in tables."""
+
+    @property
+    def name(self) -> str:
+        """The name."""
+        ...
+
+
+def check_names(policies: Mapping[str, Sequence[Named]], baselines: Sequence[str]) -> None:
+    """Refuses names that a table could not tell apart, and an evaluation of nobody.
+
+    Raises:
+        UserError: A name is there twice, or there is none.
+    """
     names = [*(name for name, runs in policies.items() if runs), *baselines]
     doubled = [name for name in names if names.count(name) > 1]
     if doubled:

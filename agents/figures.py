@@ -54,7 +54,7 @@ _STYLE: Any = {
 }
 
 
-def _svg(draw: Callable[P, Figure]) -> Callable[P, str]:
+def as_svg(draw: Callable[P, Figure]) -> Callable[P, str]:
     """Draws in the report's style and returns the SVG text; matplotlib's settings are as before afterwards."""
 
     @wraps(draw)
@@ -71,7 +71,7 @@ def _svg(draw: Callable[P, Figure]) -> Callable[P, str]:
     return render
 
 
-@_svg
+@as_svg
 def components_figure(summary: Summary, metrics: Sequence[str]) -> Figure:
     """One panel per metric: each controller's interquartile mean with its interval, best controller on top."""
     from matplotlib.figure import Figure
@@ -102,7 +102,7 @@ def _point(axes: Axes, summary: Summary, name: str, metric: str, row: float, col
     axes.plot(estimate.value, row, "o" if filled else "s", color=colour, markerfacecolor=face, markersize=6)
 
 
-@_svg
+@as_svg
 def differences_figure(summary: Summary, controller: str, metric: str) -> Figure:
     """One controller's paired difference to each baseline; the better side is always on the right."""
     from matplotlib.figure import Figure
@@ -140,7 +140,7 @@ def _above(axes: Axes, colour: str) -> dict[str, Any]:
     return {"xycoords": axes.get_xaxis_transform(), "va": "bottom", "color": colour, **offset}
 
 
-@_svg
+@as_svg
 def tradeoff_figure(result: EvaluationResult, x_metric: str, y_metric: str) -> Figure:
     """Two metrics against each other: interquartile means with both intervals over the single scenarios."""
     from matplotlib.figure import Figure
@@ -176,14 +176,15 @@ def tradeoff_figure(result: EvaluationResult, x_metric: str, y_metric: str) -> F
     return figure
 
 
-@_svg
+@as_svg
 def hour_figure(result: EvaluationResult, scenario: str) -> Figure:
     """Target against power and, below it, throughput over time, one pair of panels per controller."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     order = {name: i for i, name in enumerate(result.summary.ranking)}
-    traces = sorted((t for t in result.traces if t.scenario == scenario), key=lambda t: order[t.controller])
+    found = [t for t in result.traces if isinstance(t, PowerTrace) and t.scenario == scenario]
+    traces = sorted(found, key=lambda t: order[t.controller])
     columns = 2 if len(traces) > 1 else 1
     blocks = math.ceil(len(traces) / columns)
     figure = Figure(figsize=(10.4, 2.0 * blocks + 0.5), layout=ConstrainedLayoutEngine(h_pad=0.03, hspace=0.0))

@@ -11,14 +11,57 @@ from typing import Any
 
 import numpy as np
 
-from wattgym.agents.episodes import METRICS, Metric
+from wattgym.agents.episodes import METRICS, Metric, Problem
 from wattgym.agents.figures import components_figure, differences_figure, hour_figure, tradeoff_figure
 from wattgym.agents.results import EvaluationResult
+from wattgym.agents.selection_figures import accuracy_figure, membership_figure, participants_figure
 from wattgym.agents.summary import Difference, Summary, format_estimate, heading, key_metrics
 from wattgym.files import atomic_write_text
 
-COMPONENTS = ("pjm_composite", "pjm_correlation", "pjm_delay", "pjm_precision")
-TRADEOFF = ("throughput_retained", "pjm_composite")
+
+@dataclass(frozen=True)
+class _Wording:
+    """What a report says of its problem.
+
+    Attributes:
+        title: Heading.
+        components: Metrics of the score figure, as far as they occur.
+        components_title: Its heading where the headline is the first of them.
+        tradeoff: Metrics of the trade-off figure, across and up.
+        tradeoff_title: Its heading.
+        tradeoff_caption: What its directions mean.
+        second: Metric shown small in the table of scenarios.
+    """
+
+    title: str
+    components: tuple[str, ...]
+    components_title: str
+    tradeoff: tuple[str, str]
+    tradeoff_title: str
+    tradeoff_caption: str
+    second: str
+
+
+WORDING: Mapping[Problem, _Wording] = {
+    "power_shaping": _Wording(
+        "Evaluation of power-shaping controllers",
+        ("pjm_composite", "pjm_correlation", "pjm_delay", "pjm_precision"),
+        "Parts of the score",
+        ("throughput_retained", "pjm_composite"),
+        "What following the signal costs",
+        "Up: follows the signal better. Right: training loses less.",
+        "throughput_retained",
+    ),
+    "site_selection": _Wording(
+        "Evaluation of site selectors",
+        ("time_to_target_relative", "participants_mean", "communication_share", "unused_power_share"),
+        "Time to the target, and what goes with it",
+        ("energy_kwh", "time_to_target_s"),
+        "Time against energy",
+        "Down: reaches the target sooner. Left: uses less energy.",
+        "time_to_target_s",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -69,11 +112,13 @@ def render_report(result: EvaluationResult) -> str:
     facts, documents = _provenance(result.provenance)
     return environment.get_template("report.html.j2").render(
         summary=summary,
+        wording=WORDING[result.problem],
         headline=METRICS[summary.headline],
         standings=[_standing(summary, name) for name in summary.ranking if name not in summary.baselines],
         heading=heading,
         key_table=_estimate_table(summary, key_metrics(summary)),
         full_table=_estimate_table(summary, summary.metrics),
+        task_table=_task_table(summary),
         difference_rows=_difference_rows(summary),
         figures=_figures(result),
         scenario_table=_scenario_table(result),
@@ -108,6 +153,18 @@ def _estimate_table(summary: Summary, metrics: tuple[str, ...]) -> dict[str, Any
     return {"metrics": metrics, "rows": rows}
 
 
+def _task_table(summary: Summary) -> dict[str, list[_Cell]]:
+    """The headline metric by controller, one cell a task."""
+    rows: dict[str, list[_Cell]] = {name: [] for name in summary.ranking}
+    for task in summary.task_names:
+        values = {name: summary.by_task[name, task].value for name in summary.ranking}
+        best = _best(values.values(), METRICS[summary.headline])
+        for name in summary.ranking:
+            text, _, interval = format_estimate(summary.by_task[name, task]).partition(" ")
+            rows[name].append(_Cell(text, interval, values[name], values[name] == best))
+    return rows
+
+
 def _best(values: Iterable[float], metric: Metric) -> float:
     finite = [value for value in values if not math.isnan(value)]
     if not finite:
@@ -118,12 +175,13 @@ def _best(values: Iterable[float], metric: Metric) -> float:
 def _difference_rows(summary: Summary) -> list[dict[str, Any]]:
     shown = key_metrics(summary)
     order = {name: i for i, name in enumerate(summary.ranking)}
-    chosen = [d for d in summary.differences if d.metric in shown]
-    chosen.sort(key=lambda d: (order[d.controller], shown.index(d.metric), order[d.baseline]))
+    chosen = [d for d in (*summary.differences, *summary.task_differences) if d.metric in shown]
+    chosen.sort(key=lambda d: (order[d.controller], shown.index(d.metric), d.task, order[d.baseline]))
     return [
         {
             "controller": d.controller,
             "metric": heading(d.metric),
+            "task": d.task or "all",
             "baseline": d.baseline,
             "difference": format_estimate(d.estimate, signed=True),
             "value": d.estimate.value,
@@ -136,15 +194,26 @@ def _difference_rows(summary: Summary) -> list[dict[str, Any]]:
 
 def _figures(result: EvaluationResult) -> dict[str, Any]:
     summary = result.summary
-    components = [name for name in COMPONENTS if name in summary.metrics] or [summary.headline]
+    wording = WORDING[result.problem]
+    components = [name for name in wording.components if name in summary.metrics] or [summary.headline]
     compared = sorted({d.controller for d in summary.differences}, key=summary.ranking.index)
-    both = all(name in summary.metrics for name in TRADEOFF)
+    both = all(name in summary.metrics for name in wording.tradeoff)
     chosen = dict.fromkeys(trace.scenario for trace in result.traces)
+    shaping = result.problem == "power_shaping"
     return {
         "components": _data_uri(components_figure(summary, components)),
         "differences": {name: _data_uri(differences_figure(summary, name, summary.headline)) for name in compared},
-        "tradeoff": _data_uri(tradeoff_figure(result, *TRADEOFF)) if both else None,
-        "hours": {scenario: _data_uri(hour_figure(result, scenario)) for scenario in chosen},
+        "tradeoff": _data_uri(tradeoff_figure(result, *wording.tradeoff)) if both else None,
+        "hours": {scenario: _data_uri(hour_figure(result, scenario)) for scenario in chosen if shaping},
+        "federations": {
+            scenario: {
+                "accuracy": _data_uri(accuracy_figure(result, scenario)),
+                "participants": _data_uri(participants_figure(result, scenario)),
+                "membership": _data_uri(membership_figure(result, scenario)),
+            }
+            for scenario in chosen
+            if not shaping
+        },
     }
 
 
@@ -153,9 +222,10 @@ def _data_uri(svg: str) -> str:
 
 
 def _scenario_table(result: EvaluationResult) -> dict[str, Any]:
-    """Headline metric by scenario and controller, the mean over training runs; throughput below it."""
+    """Headline metric by scenario and controller, the mean over training runs; a second metric below it."""
     ranking, headline = result.summary.ranking, result.headline
-    second = TRADEOFF[0] if TRADEOFF[0] in result.metrics and headline != TRADEOFF[0] else None
+    beside_it = WORDING[result.problem].second
+    second = beside_it if beside_it in result.metrics and headline != beside_it else None
     scores = {name: result.scores(name, headline).mean(axis=0) for name in ranking}
     beside = {name: result.scores(name, second).mean(axis=0) for name in ranking} if second else {}
     rows = []
@@ -165,7 +235,7 @@ def _scenario_table(result: EvaluationResult) -> dict[str, Any]:
         cells = [
             _Cell(
                 "–" if np.isnan(values[name]) else f"{values[name]:.3f}",
-                f"{float(beside[name][j]):.3f}" if second else "",
+                _brief(float(beside[name][j])) if second else "",
                 values[name],
                 values[name] == best,
             )
@@ -173,6 +243,10 @@ def _scenario_table(result: EvaluationResult) -> dict[str, Any]:
         ]
         rows.append({"scenario": scenario, "task": task, "cells": cells})
     return {"controllers": ranking, "rows": rows, "second": METRICS[second].title if second else ""}
+
+
+def _brief(value: float) -> str:
+    return f"{value:.3f}" if abs(value) < 100 else f"{value:,.0f}"
 
 
 def _provenance(provenance: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wattgym.agents.episodes import METRICS, EpisodeResult, PowerTrace
+from wattgym.agents.episodes import METRICS, TRACE_TYPES, EpisodeResult, Problem, Trace
 from wattgym.agents.summary import Summary, markdown, summarise, summary_frame
 from wattgym.errors import UserError
 from wattgym.files import atomic_path, atomic_write_json, atomic_write_text, read_json_object
@@ -27,7 +27,6 @@ RESULTS = "results.csv"
 TRACES = "traces.parquet"
 
 _KEYS = ("controller", "train_run", "scenario", "family", "plant_group", "seed")
-_TRACE_COLUMNS = ("t_s", "target_w", "power_w", "throughput")
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,10 +36,11 @@ class EvaluationResult:
     Attributes:
         rows: One per controller, training run and scenario.
         baselines: Names of the controllers that the others are compared with.
-        traces: Power over time for chosen scenarios.
+        traces: The course of chosen scenarios over time.
         provenance: How it was made, plain JSON values: configuration, seeds, versions, commit, command, tuning
             budget, what was held out. Shown in the report as it is.
         headline: Metric that controllers are ranked by.
+        problem: What was controlled.
         resamples: Bootstrap resamples of every interval.
         bootstrap_seed: Seed of the bootstrap.
 
@@ -51,9 +51,10 @@ class EvaluationResult:
 
     rows: Sequence[EpisodeResult]
     baselines: Sequence[str] = ()
-    traces: Sequence[PowerTrace] = ()
+    traces: Sequence[Trace] = ()
     provenance: Mapping[str, Any] = field(default_factory=dict)
     headline: str = "pjm_composite"
+    problem: Problem = "power_shaping"
     resamples: int = 2000
     bootstrap_seed: int = 0
 
@@ -80,10 +81,16 @@ class EvaluationResult:
                 raise UserError(
                     f"{name} lacks {len(missing)} of {len(self._scenarios)} scenarios, first '{missing[0]}'"
                 )
+        self._check_references()
+
+    def _check_references(self) -> None:
+        """Refuses names and traces that no row goes with."""
         for name in (*self.baselines, *(trace.controller for trace in self.traces)):
             if name not in self.controllers:
                 raise UserError(f"controller '{name}' has no results; there are: {', '.join(self.controllers)}")
         for trace in self.traces:
+            if not isinstance(trace, TRACE_TYPES[self.problem]):
+                raise UserError(f"trace of '{trace.controller}' is none of {self.problem.replace('_', ' ')}")
             if trace.scenario not in self._scenarios:
                 raise UserError(f"trace of '{trace.controller}': unknown scenario '{trace.scenario}'")
 
@@ -172,13 +179,10 @@ class EvaluationResult:
         atomic_write_json(out / "summary.json", self.summary.to_dict())
         atomic_write_text(out / "summary.md", markdown(self.summary))
         parts = [
-            pd.DataFrame(
-                {"controller": trace.controller, "scenario": trace.scenario}
-                | {name: getattr(trace, name) for name in _TRACE_COLUMNS}
-            )
+            pd.DataFrame({"controller": trace.controller, "scenario": trace.scenario} | trace.table())
             for trace in self.traces
         ]
-        empty = pd.DataFrame(columns=["controller", "scenario", *_TRACE_COLUMNS])
+        empty = pd.DataFrame(columns=["controller", "scenario", *TRACE_TYPES[self.problem].columns])
         with atomic_path(out / TRACES) as temporary:
             (pd.concat(parts, ignore_index=True) if parts else empty).to_parquet(temporary, index=False)
         atomic_write_json(
@@ -187,6 +191,7 @@ class EvaluationResult:
                 "schema_version": SCHEMA_VERSION,
                 "baselines": list(self.baselines),
                 "headline": self.headline,
+                "problem": self.problem,
                 "resamples": self.resamples,
                 "bootstrap_seed": self.bootstrap_seed,
                 "provenance": dict(self.provenance),
@@ -213,9 +218,10 @@ class EvaluationResult:
             return cls(
                 rows=_read_rows(out / RESULTS),
                 baselines=tuple(data["baselines"]),
-                traces=_read_traces(out / TRACES),
+                traces=_read_traces(out / TRACES, data["problem"]),
                 provenance=data["provenance"],
                 headline=data["headline"],
+                problem=data["problem"],
                 resamples=data["resamples"],
                 bootstrap_seed=data["bootstrap_seed"],
             )
@@ -252,7 +258,7 @@ def _read_rows(path: Path) -> list[EpisodeResult]:
         raise UserError(f"{path}: cannot read: {error}") from None
 
 
-def _read_traces(path: Path) -> list[PowerTrace]:
+def _read_traces(path: Path, problem: Problem) -> list[Trace]:
     import pandas as pd
     import pyarrow as pa
 
@@ -260,7 +266,12 @@ def _read_traces(path: Path) -> list[PowerTrace]:
         frame = pd.read_parquet(path)
     except (OSError, ValueError, pa.ArrowException) as error:
         raise UserError(f"{path}: cannot read: {' '.join(str(error).split())}") from None
-    return [
-        PowerTrace(str(controller), str(scenario), *(part[name].to_numpy(dtype=float) for name in _TRACE_COLUMNS))
-        for (controller, scenario), part in frame.groupby(["controller", "scenario"], sort=False)
-    ]
+    try:
+        return [
+            TRACE_TYPES[problem].of_table(
+                str(controller), str(scenario), {str(key): part[key].tolist() for key in part}
+            )
+            for (controller, scenario), part in frame.groupby(["controller", "scenario"], sort=False)
+        ]
+    except KeyError as error:
+        raise UserError(f"{path}: cannot read: column {error} is missing") from None

@@ -3,22 +3,44 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from wattgym.agents.episodes import METRICS
+from wattgym.agents.episodes import METRICS, Problem
 from wattgym.metrics.statistics import Estimate, bootstrap, paired_difference, probability_of_improvement
 
 if TYPE_CHECKING:
     import pandas as pd
+    from numpy.typing import NDArray
     from rich.console import Console
     from rich.table import Table
 
     from wattgym.agents.results import EvaluationResult
 
+
+KEY_METRICS: Mapping[Problem, tuple[str, ...]] = {
+    "power_shaping": (
+        "nrmse",
+        "throughput_retained",
+        "energy_per_token_relative",
+        "actuations_per_h_per_job",
+        "guard_interventions_per_h",
+    ),
+    "site_selection": (
+        "time_to_target_s",
+        "target_reached",
+        "rounds",
+        "participants_mean",
+        "communication_share",
+        "energy_kwh",
+        "carbon_kg",
+        "cost_usd",
+    ),
+}
+"""What a reader compares first, beside the headline metric."""
 
 _UNFOLDED = 10_000
 """Columns of output that is no terminal: more than any row needs."""
@@ -34,6 +56,7 @@ class Difference:
         metric: The metric.
         estimate: Interquartile mean of the per-scenario difference, controller minus baseline.
         p_improvement: Probability that the controller does better on a scenario of a task drawn at random.
+        task: The one task compared on; empty: all of them.
     """
 
     controller: str
@@ -41,6 +64,7 @@ class Difference:
     metric: str
     estimate: Estimate
     p_improvement: float
+    task: str = ""
 
     @property
     def verdict(self) -> str:
@@ -57,24 +81,30 @@ class Summary:
     """Aggregated evaluation.
 
     Attributes:
+        problem: What was controlled.
         headline: Metric of the ranking.
         ranking: Controllers, best first.
         baselines: Those of them that are baselines.
         metrics: Metrics that occur.
-        estimates: Interquartile mean by controller and metric.
+        estimates: Interquartile mean by controller and metric (the mean, where the metric says so).
         differences: Each controller that is no baseline against each baseline, for every metric.
+        by_task: Estimates of the headline metric by controller and task, where there are several tasks.
+        task_differences: Differences in the headline metric on each task, where there are several.
         notes: What a reader has to know, for example scenarios left out.
         scenarios: Number of scenarios.
         tasks: Number of tasks (strata).
         resamples: Bootstrap resamples of every interval.
     """
 
+    problem: Problem
     headline: str
     ranking: tuple[str, ...]
     baselines: tuple[str, ...]
     metrics: tuple[str, ...]
     estimates: dict[tuple[str, str], Estimate]
     differences: tuple[Difference, ...]
+    by_task: dict[tuple[str, str], Estimate]
+    task_differences: tuple[Difference, ...]
     notes: tuple[str, ...]
     scenarios: int
     tasks: int
@@ -84,9 +114,15 @@ class Summary:
         """Differences of one controller in one metric, one per baseline."""
         return tuple(d for d in self.differences if (d.controller, d.metric) == (controller, metric))
 
+    @property
+    def task_names(self) -> tuple[str, ...]:
+        """Tasks of `by_task`, in order of appearance."""
+        return tuple(dict.fromkeys(task for _, task in self.by_task))
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; an interval that does not exist is null."""
         return {
+            "problem": self.problem,
             "headline": self.headline,
             "scenarios": self.scenarios,
             "tasks": self.tasks,
@@ -103,16 +139,20 @@ class Summary:
                 }
                 for controller in self.ranking
             },
+            "by_task": {
+                task: {name: _plain(self.by_task[name, task]) for name in self.ranking} for task in self.task_names
+            },
             "differences": [
                 {
                     "controller": d.controller,
                     "baseline": d.baseline,
                     "metric": d.metric,
+                    "task": d.task,
                     **_plain(d.estimate),
                     "p_improvement": d.p_improvement,
                     "verdict": d.verdict,
                 }
-                for d in self.differences
+                for d in (*self.differences, *self.task_differences)
             ],
         }
 
@@ -125,6 +165,8 @@ def summarise(result: EvaluationResult) -> Summary:
     """
     estimates: dict[tuple[str, str], Estimate] = {}
     differences: list[Difference] = []
+    by_task: dict[tuple[str, str], Estimate] = {}
+    task_differences: list[Difference] = []
     notes: list[str] = []
     for metric in result.metrics:
         scores = {name: result.scores(name, metric) for name in result.controllers}
@@ -134,31 +176,64 @@ def summarise(result: EvaluationResult) -> Summary:
         keep = ~anywhere
         if not keep.any():
             continue
-        tasks = np.asarray(result.tasks)[keep]
-        options: dict[str, Any] = {"resamples": result.resamples, "seed": result.bootstrap_seed}
+        tasks = np.asarray(result.tasks)
         for name, table in scores.items():
-            estimates[name, metric] = bootstrap(table[:, keep], tasks, **options)
-        for ours in result.candidates:
-            for theirs in result.baselines:
-                pair = scores[ours][:, keep], scores[theirs][:, keep]
-                better = METRICS[metric].better == "higher"
-                won = probability_of_improvement(
-                    *pair, tasks, higher_is_better=better, resamples=100, seed=result.bootstrap_seed
-                )
-                estimate = paired_difference(*pair, tasks, **options)
-                differences.append(Difference(ours, theirs, metric, estimate, won.value))
+            estimates[name, metric] = _estimate(result, metric, table[:, keep], tasks[keep])
+        differences += _compare(result, metric, scores, keep)
+        names = tuple(dict.fromkeys(tasks[keep].tolist()))
+        if metric == result.headline and len(names) > 1:
+            for task in names:
+                here = keep & (tasks == task)
+                for name, table in scores.items():
+                    by_task[name, task] = _estimate(result, metric, table[:, here], tasks[here])
+                task_differences += _compare(result, metric, scores, here, task)
     return Summary(
+        problem=result.problem,
         headline=result.headline,
         ranking=_rank(result.controllers, estimates, result.headline),
         baselines=tuple(result.baselines),
         metrics=tuple(name for name in result.metrics if any(key[1] == name for key in estimates)),
         estimates=estimates,
         differences=tuple(differences),
+        by_task=by_task,
+        task_differences=tuple(task_differences),
         notes=tuple(notes),
         scenarios=len(result.scenarios),
         tasks=len(set(result.tasks)),
         resamples=result.resamples,
     )
+
+
+def _estimate(result: EvaluationResult, metric: str, table: NDArray[np.float64], tasks: NDArray[np.str_]) -> Estimate:
+    statistic = METRICS[metric].statistic
+    return bootstrap(table, tasks, statistic=statistic, resamples=result.resamples, seed=result.bootstrap_seed)
+
+
+def _compare(
+    result: EvaluationResult,
+    metric: str,
+    scores: dict[str, NDArray[np.float64]],
+    keep: NDArray[np.bool_],
+    task: str = "",
+) -> list[Difference]:
+    """Every candidate against every baseline on some scenarios."""
+    tasks = np.asarray(result.tasks)[keep]
+    better, found = METRICS[metric].better == "higher", []
+    for ours in result.candidates:
+        for theirs in result.baselines:
+            pair = scores[ours][:, keep], scores[theirs][:, keep]
+            won = probability_of_improvement(
+                *pair, tasks, higher_is_better=better, resamples=100, seed=result.bootstrap_seed
+            )
+            estimate = paired_difference(
+                *pair,
+                tasks,
+                statistic=METRICS[metric].statistic,
+                resamples=result.resamples,
+                seed=result.bootstrap_seed,
+            )
+            found.append(Difference(ours, theirs, metric, estimate, won.value, task))
+    return found
 
 
 def _rank(controllers: Iterable[str], estimates: dict[tuple[str, str], Estimate], headline: str) -> tuple[str, ...]:
@@ -211,6 +286,13 @@ def markdown(summary: Summary) -> str:
         "",
         *_markdown_table(["controller", *map(heading, summary.metrics)], _estimate_rows(summary)),
     ]
+    if summary.by_task:
+        lines += [
+            "",
+            f"## {heading(summary.headline)} by task",
+            "",
+            *_markdown_table(["controller", *summary.task_names], _task_rows(summary)),
+        ]
     if summary.differences:
         lines += [
             "",
@@ -247,6 +329,16 @@ def _estimate_rows(summary: Summary, metrics: Sequence[str] | None = None) -> li
     ]
 
 
+def _task_rows(summary: Summary) -> list[list[str]]:
+    return [
+        [
+            name + (" (baseline)" if name in summary.baselines else ""),
+            *(format_estimate(summary.by_task[name, task]) for task in summary.task_names),
+        ]
+        for name in summary.ranking
+    ]
+
+
 def _markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     def line(cells: Iterable[str]) -> str:
         return "| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in cells) + " |"
@@ -261,10 +353,12 @@ def summary_frame(summary: Summary) -> pd.DataFrame:
     records: list[dict[str, Any]] = []
     for (controller, metric), estimate in summary.estimates.items():
         records.append(_record(controller, "", metric, estimate))
-    for d in summary.differences:
+    for (controller, task), estimate in summary.by_task.items():
+        records.append(_record(controller, "", summary.headline, estimate) | {"task": task})
+    for d in (*summary.differences, *summary.task_differences):
         records.append(
             _record(d.controller, d.baseline, d.metric, d.estimate)
-            | {"p_improvement": d.p_improvement, "verdict": d.verdict}
+            | {"task": d.task, "p_improvement": d.p_improvement, "verdict": d.verdict}
         )
     return pd.DataFrame(records)
 
@@ -274,6 +368,7 @@ def _record(controller: str, compared_to: str, metric: str, estimate: Estimate) 
         "controller": controller,
         "compared_to": compared_to,
         "metric": metric,
+        "task": "",
         "unit": METRICS[metric].unit,
         "better": METRICS[metric].better,
         "value": estimate.value,
@@ -308,6 +403,12 @@ def print_summary(summary: Summary, console: Console, metrics: Sequence[str] | N
     for name, *cells in _estimate_rows(summary, shown):
         table.add_row(Text(name), *(Text(cell.replace(" ", "\n", 1) if folded else cell) for cell in cells))
     console.print(table)
+    if summary.by_task:
+        console.print(Text(f"\n{heading(summary.headline)} by task"))
+        table = _terminal_table(["controller", *summary.task_names], folded)
+        for name, *cells in _task_rows(summary):
+            table.add_row(Text(name), *(Text(cell.replace(" ", "\n", 1) if folded else cell) for cell in cells))
+        console.print(table)
     compared = [d for d in summary.differences if d.metric == summary.headline]
     if compared:
         styles = {"better": "green", "worse": "red"}
@@ -333,12 +434,5 @@ def _terminal_table(columns: Sequence[str], folded: bool) -> Table:
 
 def key_metrics(summary: Summary) -> tuple[str, ...]:
     """The headline metric and the few others that a reader compares first."""
-    wanted = (
-        summary.headline,
-        "nrmse",
-        "throughput_retained",
-        "energy_per_token_relative",
-        "actuations_per_h_per_job",
-        "guard_interventions_per_h",
-    )
+    wanted = (summary.headline, *KEY_METRICS[summary.problem])
     return tuple(dict.fromkeys(name for name in wanted if name in summary.metrics))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -26,13 +26,23 @@ def candidate_gains(budget: int, seed: int) -> list[FeedbackGains]:
         budget: Number of settings.
         seed: Seed of the scrambling.
     """
+    return [FeedbackGains(proportional=p, integral=i, rate=r) for p, i, r in covering_points(_LOW, _HIGH, budget, seed)]
+
+
+def covering_points(low: Sequence[float], high: Sequence[float], budget: int, seed: int) -> list[list[float]]:
+    """Points that cover a box evenly (scrambled Sobol), to four decimals.
+
+    Args:
+        low: Lower ends of the box.
+        high: Upper ends.
+        budget: Number of points.
+        seed: Seed of the scrambling.
+    """
     from scipy.stats import qmc
 
-    points = qmc.Sobol(d=3, seed=seed).random(1 << max(budget - 1, 1).bit_length())[:budget]
-    scaled = qmc.scale(points, _LOW, _HIGH)
-    return [
-        FeedbackGains(proportional=round(p, 4), integral=round(i, 4), rate=round(r, 4)) for p, i, r in scaled.tolist()
-    ]
+    points = qmc.Sobol(d=len(low), seed=seed).random(1 << max(budget - 1, 1).bit_length())[:budget]
+    scaled = qmc.scale(points, low, high).round(4)
+    return [[float(value) for value in point] for point in scaled]
 
 
 def tune_baselines(
