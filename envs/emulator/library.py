@@ -196,7 +196,8 @@ def _sensor_row(preset: GpuPreset, reading: str) -> tuple[float, float, float, f
 
 def _power_sd(job: JobProfile) -> FloatArray:
     """Standard deviation of the power at each limit, as a share of it."""
-    return np.array(job.power_sd_w or np.zeros_like(job.power_w)) / np.array(job.power_w)
+    share: FloatArray = np.array(job.power_sd_w or np.zeros_like(job.power_w)) / np.array(job.power_w)
+    return share
 
 
 def _around(value: float, sd: float) -> tuple[float, float]:

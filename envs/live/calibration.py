@@ -168,7 +168,7 @@ def calibrate(
     samples = pd.DataFrame(sweep.rows)
     by_job = [samples[samples["job"] == j].reset_index(drop=True) for j in range(len(plant.profiles))]
     jobs = [fit_job(nominal, rows) for nominal, rows in zip(plant.profiles, by_job, strict=True)]
-    held_out = held_out_error(list(zip(jobs, by_job, strict=True)))
+    held_out = held_out_error(by_job)
     return Calibration(PlantProfile(made_by=command, held_out=held_out, jobs=tuple(jobs)), samples)
 
 
@@ -313,7 +313,7 @@ def _row(
         "phase": int(status.phase),
         "steps": status.steps,
         "samples": status.samples,
-        "samples_per_update": status.samples_per_update,
+        "tokens": status.tokens,
         "checkpoint_step": -1 if status.checkpoint_step is None else status.checkpoint_step,
         "eval_step": -1 if status.eval_step is None else status.eval_step,
         **{f"{phase.name.lower()}_s": status.phase_s[phase] for phase in Phase},

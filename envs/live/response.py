@@ -55,7 +55,7 @@ class Dwell:
         wanted_w: Limit that was commanded, W per GPU.
         limit_w: Mean limit in force, W per GPU.
         power_w: Mean power of the job while computing, W.
-        rate: Samples per second while computing.
+        rate: Samples (of mean length) per second while computing.
     """
 
     number: int
@@ -98,15 +98,19 @@ def fit_job(nominal: JobProfile, rows: pd.DataFrame) -> JobProfile:
 def measure_dwells(rows: pd.DataFrame) -> list[Dwell]:
     """Power and speed at each limit visited.
 
+    A text takes time by its length, so speeds are compared in tokens, and told in samples of the sweep's mean length.
+
     Raises:
         UserError: A job hardly computed in a dwell, or its progress cannot be told.
     """
     busy = _busy_s(rows)
     clean = _clean(rows)
-    return [_measure(int(number), part, busy, clean) for number, part in rows[rows["measuring"]].groupby("dwell")]
+    trained = rows[["samples", "tokens"]].iloc[-1] - rows[["samples", "tokens"]].iloc[0]
+    samples_per_token = float(trained["samples"]) / max(float(trained["tokens"]), 1.0)
+    return [_measure(part, busy, clean, samples_per_token) for _, part in rows[rows["measuring"]].groupby("dwell")]
 
 
-def _measure(number: int, part: pd.DataFrame, busy: FloatArray, clean: BoolArray) -> Dwell:
+def _measure(part: pd.DataFrame, busy: FloatArray, clean: BoolArray, samples_per_token: float) -> Dwell:
     where, steps = part.index.to_numpy(), part["steps"].to_numpy()
     pairs = clean[where[1:]] & clean[where[:-1]] & (np.diff(where) == 1)
     joules, seconds = np.diff(part["energy_j"])[pairs].sum(), np.diff(part["metered_s"])[pairs].sum()
@@ -118,15 +122,26 @@ def _measure(number: int, part: pd.DataFrame, busy: FloatArray, clean: BoolArray
     edges = np.flatnonzero(np.diff(steps) > 0)
     # A step ended between two looks at the job: in the middle, on average.
     at_s = 0.5 * (busy[where[edges]] + busy[where[edges + 1]])
-    rate = part["samples_per_update"].iloc[0] * (steps[edges[-1] + 1] - steps[edges[0] + 1]) / (at_s[-1] - at_s[0])
+    tokens = part["tokens"].to_numpy()[edges + 1]
+    rate = samples_per_token * (tokens[-1] - tokens[0]) / (at_s[-1] - at_s[0])
     limit_w = float(part["limit_w"].mean())
-    return Dwell(number, float(part["wanted_w"].iloc[0]), limit_w, float(joules / seconds), float(rate))
+    return Dwell(
+        int(part["dwell"].iloc[0]), float(part["wanted_w"].iloc[0]), limit_w, float(joules / seconds), float(rate)
+    )
 
 
-def held_out_error(jobs: Sequence[tuple[JobProfile, pd.DataFrame]]) -> HeldOut:
-    """Error with which two thirds of the dwells, drawn by their place in the random order, predict the rest."""
-    power, speed = [], []
-    for _, rows in jobs:
+def held_out_error(jobs: Sequence[pd.DataFrame]) -> HeldOut | None:
+    """Error with which two thirds of the dwells, drawn by their place in the random order, predict the rest.
+
+    Args:
+        jobs: Samples of each job.
+
+    Returns:
+        The errors; None if nothing can be predicted, because every visit of an outermost limit was held out.
+    """
+    power: list[float] = []
+    speed: list[float] = []
+    for rows in jobs:
         dwells = measure_dwells(rows)
         fitted = [dwell for dwell in dwells if dwell.number % 3 != 2]
         table = _table(fitted)
@@ -136,6 +151,8 @@ def held_out_error(jobs: Sequence[tuple[JobProfile, pd.DataFrame]]) -> HeldOut:
             if dwell.number % 3 == 2 and low <= dwell.limit_w <= high:
                 for errors, column, truth in ((power, "power_w", dwell.power_w), (speed, "rate", dwell.rate)):
                     errors.append(abs(np.interp(dwell.limit_w, table["limit_w"], table[column]) / truth - 1.0))
+    if not power:
+        return None
     return HeldOut(dwells=len(power), power=float(np.mean(power)), throughput=float(np.mean(speed)))
 
 
@@ -208,7 +225,7 @@ def _table(dwells: Sequence[Dwell]) -> pd.DataFrame:
     return table.assign(power_sd_w=spread["power_w"], rate_sd=spread["rate"]).reset_index()
 
 
-def _rising(means: FloatArray, sd: FloatArray, visits: FloatArray) -> FloatArray:
+def _rising(means: FloatArray, sd: FloatArray, visits: NDArray[np.integer]) -> FloatArray:
     """Means by ascending limit, rising as far as their scatter allows.
 
     A higher limit hardly ever lowers power or speed, so reversals within the scatter are pooled (isotonic regression);

@@ -1,5 +1,6 @@
 """A profile as the emulator and the live plant read it."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -229,3 +230,15 @@ def test_a_live_plant_refuses_the_profile_of_another_number_of_jobs(tmp_path):
 
 def test_the_example_profile_is_one():
     assert len(load_profile(Path(__file__).with_name("profile.yaml")).jobs) == 2
+
+
+def test_the_page_on_calibration_shows_valid_files(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "calibration.md").read_text(encoding="utf-8")
+    profile, site = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "plant.yaml").write_text(profile, encoding="utf-8")
+    loaded = load_profile(tmp_path / "plant.yaml")
+    # Every field of a job is on the page.
+    assert set(yaml.safe_load(profile)["jobs"][0]) == set(JobProfile.model_fields)
+    settings = yaml.safe_load(site)["site"]
+    assert settings["jobs"] == len(loaded.jobs)
+    Emulator(PowerShapingConfig.model_validate({"site": settings | {"profile": str(tmp_path / "plant.yaml")}}))

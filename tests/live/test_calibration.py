@@ -28,13 +28,15 @@ CURVE_W, CURVE = [350.0, 500.0, 700.0], [0.6, 0.85, 1.0]
 class ScriptedJob:
     """A job whose every number is known: steps of 8 samples, an evaluation and checkpoints every so many steps."""
 
-    def __init__(self, clock, seed, *, rate, evaluate=(0, 0.0, 1.0), checkpoint=(0, 0.0, 1.0), index=0, n_gpus=1):
+    def __init__(
+        self, clock, seed, *, rate, evaluate=(0, 0.0, 1.0), checkpoint=(0, 0.0, 1.0), index=0, n_gpus=1, wobble=0.0
+    ):
         self.devices = [SimulatedDevice("h100-sxm", index=index + i, seed=seed, clock=clock) for i in range(n_gpus)]
-        self.rate, self.evaluate, self.checkpoint = rate, evaluate, checkpoint
+        self.rate, self.evaluate, self.checkpoint, self.wobble = rate, evaluate, checkpoint, wobble
         self.limit_w = 700.0
         self.meters = [EnergyMeter() for _ in self.devices]
         self.status = JobStatus(pid=1, state=JobState.RUNNING, phase=Phase.COMPUTE, samples_per_update=8)
-        self.progress, self.left_s, self.level, self.todo = 0.0, 0.0, 1.0, []
+        self.progress, self.tokens, self.left_s, self.todo = 0.0, 0.0, 0.0, []
         self.set_level(1.0)
         self.poll()
 
@@ -57,9 +59,12 @@ class ScriptedJob:
         spent[status.phase] += dt_s
         changes = {"phase_s": tuple(spent)}
         if status.phase is Phase.COMPUTE:
-            self.progress += dt_s * self.speed() * self.rate / 8
+            # Tokens take their time; how many samples they are changes with the texts' lengths.
+            done = dt_s * self.speed() * self.rate
+            self.tokens += 100.0 * done
+            self.progress += done / 8 * (1.0 + self.wobble * np.sin(spent[Phase.COMPUTE] / 4.0))
             steps = int(self.progress)
-            changes |= {"steps": steps, "samples": int(self.progress * 8)}
+            changes |= {"steps": steps, "samples": int(self.progress * 8), "tokens": int(self.tokens)}
             if steps > status.steps:
                 self.todo = [
                     (phase, seconds, level)
@@ -335,3 +340,12 @@ def test_a_slow_job_gets_the_time_it_needs():
     (profile,) = run(FakePlant([ScriptedJob(clock, None, rate=8 / 6.0)], clock)).profile.jobs
     assert profile.full_samples_per_s == pytest.approx(8 / 6.0, rel=0.02)
     np.testing.assert_allclose(profile.throughput, np.interp(profile.limit_w, CURVE_W, CURVE), atol=0.02)
+
+
+def test_the_lengths_of_texts_are_not_taken_for_speed():
+    clock = VirtualClock()
+    # Samples come up to half faster or slower than on average, by their length.
+    (profile,) = run(FakePlant([ScriptedJob(clock, None, rate=40.0, wobble=0.5)], clock)).profile.jobs
+    np.testing.assert_allclose(profile.throughput, np.interp(profile.limit_w, CURVE_W, CURVE), atol=0.02)
+    assert profile.full_samples_per_s == pytest.approx(40.0, rel=0.02)
+    assert max(profile.throughput_sd) < 0.02
