@@ -174,7 +174,7 @@ class SiteSelection:
         chosen = asked & eligible
         existing = asked & self.emulator.federation.exists
         ineligible = existing.sum(axis=1) - chosen.sum(axis=1)
-        repaired = ~chosen.any(axis=1)
+        repaired: BoolArray = ~np.asarray(chosen.any(axis=1))
         if repaired.any():
             repaired &= eligible.any(axis=1)
             rows = np.flatnonzero(repaired)

@@ -30,12 +30,12 @@ def as_config(config: SiteSelectionConfig | Mapping[str, Any] | None) -> SiteSel
     return parse_config(SiteSelectionConfig, data, "SiteSelection config")
 
 
-def observation_space(selection: SiteSelection) -> gym.spaces.Box:
+def observation_space(selection: SiteSelection) -> gym.spaces.Box[np.float32]:
     """Space of one environment's observations."""
     return gym.spaces.Box(-BOUND, BOUND, (selection.layout.size,), np.float32)
 
 
-def action_space(selection: SiteSelection) -> gym.spaces.Box | gym.spaces.MultiBinary:
+def action_space(selection: SiteSelection) -> gym.Space[Any]:
     """Space of one environment's actions: a score or a bit per site slot."""
     slots = selection.layout.slots
     if selection.config.action.kind == "binary":

@@ -17,6 +17,8 @@ from wattgym.envs.federation.workload import gpu_power_w, samples_per_joule, tra
 
 HOUR_S = 3600.0
 
+_ALL = slice(None)
+
 _SITE = ("region", "trace", "day", "gpu")
 _EPISODE = ("sites", "aggregator", "hour", "market_day", "s0", "beta", "phi")
 
@@ -151,7 +153,7 @@ class FederationLibrary:
         links = self._links(region, aggregator)
         start_step = _choose(episode["hour"], STEPS_A_DAY)
         local = start_step[:, None] + np.round(self._offset_h[region] * HOUR_S / STEP_S).astype(np.int64)
-        start_s = start_step * STEP_S
+        start_s = (start_step * STEP_S).astype(np.float64)
         day = self.market.days[_choose(episode["market_day"], self.market.days.size)]
         federation = Federation(
             count=count,
@@ -181,28 +183,28 @@ class FederationLibrary:
         )
         return federation, curve
 
-    def available_w(self, federation: Federation, step: IntArray) -> FloatArray:
-        """Power available for training at a power sample of the episode, shape `(B, N)`, W.
+    def available_w(self, federation: Federation, step: IntArray, rows: IntArray | slice = _ALL) -> FloatArray:
+        """Power available for training at a power sample of the episode, shape `(rows, N)`, W.
 
         Args:
             federation: Sites.
-            step: Power sample of each environment, shape `(B,)`; beyond the last one, the last one.
+            step: Power sample of each of the environments, shape `(rows,)`; beyond the last one, the last one.
+            rows: The environments; all by default.
         """
-        position = federation.first_sample + np.minimum(step, self.steps - 1)[:, None]
-        return available_power_w(self.config.power, federation.capacity_w, self.source.values[position])
+        position = federation.first_sample[rows] + np.minimum(step, self.steps - 1)[:, None]
+        return available_power_w(self.config.power, federation.capacity_w[rows], self.source.values[position])
 
-    def training_w(self, federation: Federation, step: IntArray) -> FloatArray:
+    def training_w(self, federation: Federation, step: IntArray, rows: IntArray | slice = _ALL) -> FloatArray:
         """The same where it is enough to train, and 0 where it is not."""
-        available = self.available_w(federation, step)
-        return available * (available >= federation.min_power_w)
+        available = self.available_w(federation, step, rows)
+        return available * (available >= federation.min_power_w[rows])
 
-    def market_at(self, federation: Federation, time_s: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """Price (USD/MWh) and carbon intensity (gCO2e/kWh) at times of the episode, each `(B, N)`."""
-        into_hour = (federation.start_of_day_s % HOUR_S + time_s) * (1.0 / HOUR_S)
-        hour = (federation.first_hour + into_hour.astype(np.int64))[:, None]
-        return self.market.price_usd_per_mwh[federation.region, hour], self.market.carbon_g_per_kwh[
-            federation.region, hour
-        ]
+    def market_at(
+        self, federation: Federation, hour: IntArray, rows: IntArray | slice = _ALL
+    ) -> tuple[FloatArray, FloatArray]:
+        """Price (USD/MWh) and carbon intensity (gCO2e/kWh) in an hour of the episode, each `(rows, N)`."""
+        where = federation.region[rows], (federation.first_hour[rows] + hour)[:, None]
+        return self.market.price_usd_per_mwh[where], self.market.carbon_g_per_kwh[where]
 
     def _links(self, region: IntArray, aggregator: IntArray) -> dict[str, FloatArray]:
         network, centre = self.network, aggregator[:, None]

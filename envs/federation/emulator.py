@@ -15,7 +15,7 @@ from wattgym.envs.federation.arrays import BoolArray, FloatArray, IntArray, Rows
 from wattgym.envs.federation.config import SiteSelectionConfig
 from wattgym.envs.federation.draw import HOUR_S, Federation, FederationLibrary
 from wattgym.envs.federation.learning import Curve, domain_loss
-from wattgym.envs.federation.power import STEP_S
+from wattgym.envs.federation.power import STEP_S, power_step
 from wattgym.envs.federation.rounds import Moment, Played, RoundModel
 
 BLOCK = 32
@@ -71,11 +71,16 @@ class _Hidden(Rows):
     loss: FloatArray
     away_until_s: FloatArray
     power_step: IntArray
+    hour: IntArray
 
 
 @dataclass(eq=False)
 class _Noise(Rows):
-    """A block of rounds' noise: dropouts `(B, BLOCK, N)`, slow-downs `(B, BLOCK, N)`, evaluation `(B, BLOCK)`."""
+    """Noise of a block of rounds.
+
+    Dropouts and slow-downs have the shape `(B, BLOCK, N)`, or `(B, BLOCK, 1)` where there are none, evaluation `(B,
+    BLOCK)`.
+    """
 
     lost_after_s: FloatArray
     slow: FloatArray
@@ -191,8 +196,8 @@ class FederationEmulator:
         """
         known, hidden = self.telemetry, self._hidden
         k = known.rounds % BLOCK
-        slow = self._noise.slow[self._row, k] if foresee else np.ones_like(known.power_w)
-        lost = self._noise.lost_after_s[self._row, k] if foresee else np.full_like(known.power_w, np.inf)
+        slow = self._noise.slow[self._row, k] if foresee else np.ones((self._row.size, 1))
+        lost = self._noise.lost_after_s[self._row, k] if foresee else np.full((self._row.size, 1), np.inf)
         return Moment(
             time_s=known.time_s,
             progress=hidden.progress,
@@ -230,15 +235,16 @@ class FederationEmulator:
             chosen: Sites to take part, shape `(B, N)`: all eligible, at least one where any is.
         """
         known, hidden, federation = self.telemetry, self._hidden, self.federation
-        waited = ~known.eligible.any(axis=1)
+        waited: BoolArray = ~np.asarray(known.eligible.any(axis=1))
         played = self.model.play(federation, self.curve, self.moment(), chosen)
         seconds = played.duration_s
+        time_s = known.time_s + seconds
         if waited.any():
-            next_sample = (hidden.power_step + 1) * STEP_S - known.time_s
-            seconds = np.where(waited, next_sample, seconds)
+            time_s = np.where(waited, (hidden.power_step + 1) * STEP_S, time_s)
+            seconds = np.where(waited, time_s - known.time_s, seconds)
         result = self._account(played, waited, seconds)
         self._learn(played)
-        known.time_s = known.time_s + seconds
+        known.time_s = time_s
         known.rounds = known.rounds + ~waited
         known.waits = known.waits + waited
         self._refill(waited)
@@ -271,7 +277,7 @@ class FederationEmulator:
         hidden.progress, hidden.loss = played.progress, played.loss
         spread = np.sqrt(noise[0] ** 2 + noise[1] ** 2 / np.maximum(played.effective_sites, 1.0))
         error = np.exp(spread * self._noise.evaluation[self._row, k])
-        heard = counted.any(axis=1)
+        heard: BoolArray = np.asarray(counted.any(axis=1))
         local = np.einsum("bnd,bd->bn", self.federation.mix, played.domain_loss)
         known.loss = np.where(heard, played.loss * error, known.loss)
         heard, error = heard[:, None], error[:, None]
@@ -289,19 +295,26 @@ class FederationEmulator:
     def _look(self) -> None:
         """Power, eligibility and market at the new time."""
         known, hidden = self.telemetry, self._hidden
-        step = (known.time_s * (1.0 / STEP_S)).astype(np.int64)
-        moved = step != hidden.power_step
-        dropouts = self.config.rounds.dropouts_per_hour > 0.0
-        if moved.any():
-            power = self.library.available_w(self.federation, step)
-            before = self.library.available_w(self.federation, np.maximum(step - 1, 0))
-            known.power_w, known.power_change_w = power, power - before
+        federation, library = self.federation, self.library
+        step = power_step(known.time_s)
+        rows = np.flatnonzero(step != hidden.power_step)
+        if rows.size:
+            # Two samples are read because the time may have passed over several.
+            now = step[rows]
+            power = library.available_w(federation, now, rows)
+            known.power_change_w[rows] = power - library.available_w(federation, now - 1, rows)
+            known.power_w[rows] = power
             hidden.power_step = step
-            known.price_usd_per_mwh, known.carbon_g_per_kwh = self.library.market_at(self.federation, known.time_s)
-            known.eligible = (power >= self.federation.min_power_w) & self.federation.exists
-        if dropouts:
+            hour = ((known.time_s + federation.start_of_day_s % HOUR_S) * (1.0 / HOUR_S)).astype(np.int64)
+            rows = np.flatnonzero(hour != hidden.hour)
+            if rows.size:
+                price, carbon = library.market_at(federation, hour[rows], rows)
+                known.price_usd_per_mwh[rows], known.carbon_g_per_kwh[rows] = price, carbon
+                hidden.hour = hour
+            known.eligible = (known.power_w >= federation.min_power_w) & federation.exists
+        if self.config.rounds.dropouts_per_hour > 0.0:
             here = hidden.away_until_s <= known.time_s[:, None]
-            known.eligible = (known.power_w >= self.federation.min_power_w) & self.federation.exists & here
+            known.eligible = (known.power_w >= federation.min_power_w) & federation.exists & here
 
     def _begin(self, federation: Federation, curve: Curve) -> tuple[_Hidden, Telemetry]:
         batch, n = federation.exists.shape
@@ -311,13 +324,14 @@ class FederationEmulator:
         loss = (by_domain * curve.weights).sum(axis=1)
         whole, none = np.zeros(batch, dtype=np.int64), np.zeros((batch, n))
         power = self.library.available_w(federation, whole)
-        price, carbon = self.library.market_at(federation, np.zeros(batch))
+        price, carbon = self.library.market_at(federation, whole)
         mix_loss = np.einsum("bnd,bd->bn", federation.mix, by_domain)
         hidden = _Hidden(
             progress=progress,
             loss=loss,
             away_until_s=none.copy(),
             power_step=whole.copy(),
+            hour=whole.copy(),
         )
         telemetry = Telemetry(
             time_s=np.zeros(batch),
@@ -340,18 +354,17 @@ class FederationEmulator:
         return hidden, telemetry
 
     def _draw_noise(self, rngs: Sequence[np.random.Generator]) -> _Noise:
-        rounds, n = self.config.rounds, self.config.sites.size
-        uniform = np.stack([rng.random((BLOCK, n)) for rng in rngs])
-        normal = np.stack([rng.standard_normal((BLOCK, n + 1)) for rng in rngs])
-        lost = np.full_like(uniform, np.inf)
+        rounds, block = self.config.rounds, (BLOCK, self.config.sites.size)
+        evaluation = np.stack([rng.standard_normal(BLOCK) for rng in rngs])
+        none = (len(rngs), BLOCK, 1)
+        lost, slow = np.full(none, np.inf), np.ones(none)
         if rounds.dropouts_per_hour > 0.0:
             # Time to the first event of a Poisson process.
-            lost = -np.log1p(-uniform) * (HOUR_S / rounds.dropouts_per_hour)
-        return _Noise(
-            lost_after_s=lost,
-            slow=np.exp(rounds.straggler_sigma * normal[..., :n]),
-            evaluation=normal[..., n],
-        )
+            mean_s = HOUR_S / rounds.dropouts_per_hour
+            lost = mean_s * np.stack([rng.standard_exponential(block) for rng in rngs])
+        if rounds.straggler_sigma > 0.0:
+            slow = np.exp(rounds.straggler_sigma * np.stack([rng.standard_normal(block) for rng in rngs]))
+        return _Noise(lost_after_s=lost, slow=slow, evaluation=evaluation)
 
     def _refill(self, waited: BoolArray) -> None:
         empty = (self.telemetry.rounds % BLOCK == 0) & ~waited

@@ -18,7 +18,6 @@ proportion to what a domain lacks of its even share, so it vanishes for an even 
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,16 +56,11 @@ def resolved(config: LearningConfig) -> LearningConfig:
     """
     if config.profile is None:
         return config
-    profile = _profile(config.profile)
+    profile = load_config(LearningProfile, config.profile)
     try:
         return LearningConfig.model_validate({**config.model_dump(), **profile.model_dump(), "profile": None})
     except ValueError as error:
         raise UserError(f"{config.profile}: {' '.join(str(error).split())}") from None
-
-
-@functools.lru_cache(maxsize=16)
-def _profile(path: str) -> LearningProfile:
-    return load_config(LearningProfile, path)
 
 
 @dataclass(eq=False)

@@ -15,8 +15,7 @@ from wattgym.envs.federation.arrays import FloatArray, IntArray
 from wattgym.envs.federation.config import MarketConfig
 from wattgym.envs.federation.network import gazetteer, places_by_region
 from wattgym.errors import UserError
-from wattgym.signals.windows import recorded_windows
-from wattgym.traces import load_trace
+from wattgym.signals.windows import cached_trace, recorded_windows
 
 _DAY_H = 24
 """Room kept at both ends of a split's weeks, so that a zone read at another hour stays inside."""
@@ -67,7 +66,7 @@ class Market:
 def _local(kind: str, template: str, region: str) -> FloatArray:
     place = places_by_region()[region]
     zone = place.price if kind == "price" else place.carbon
-    values = load_trace(template.format(zone.lower())).values
+    values = cached_trace(template.format(zone.lower())).values
     if kind not in place.stand_in:
         return values
     shift = round(place.utc_offset_h - gazetteer().zones[zone])

@@ -122,7 +122,10 @@ def pool(config: NetworkConfig) -> tuple[str, ...]:
 
 
 def _matrix(config: NetworkConfig, column: str, names: tuple[str, ...]) -> FloatArray:
-    links, source = _links(config.table, config.throughput, column)
+    if config.table is not None:
+        links, source = _user_links(config.table)[column], config.table
+    else:
+        links, source = _measured_links(config.throughput, column)
     # NaN on the diagonal until the local values replace it.
     matrix = np.full((len(names), len(names)), np.nan)
     for i, src in enumerate(names):
@@ -137,10 +140,8 @@ def _matrix(config: NetworkConfig, column: str, names: tuple[str, ...]) -> Float
 
 
 @lru_cache(maxsize=16)
-def _links(table: str | None, throughput: str, column: str) -> tuple[dict[tuple[str, str], float], str]:
-    """Values of one column by pair of regions, and the name of the table."""
-    if table is not None:
-        return _user_links(table, column), table
+def _measured_links(throughput: str, column: str) -> tuple[dict[tuple[str, str], float], str]:
+    """Values of one column by pair of regions, and the name of the table; read once per process."""
     if column == "rtt_ms":
         name, value = "network/skyplane_cloud_region_rtt_2022", "avg_rtt_ms"
     elif column == "gbps":
@@ -153,7 +154,7 @@ def _links(table: str | None, throughput: str, column: str) -> tuple[dict[tuple[
     return _by_pair(frame, value), name
 
 
-def _user_links(table: str, column: str) -> dict[tuple[str, str], float]:
+def _user_links(table: str) -> dict[str, dict[tuple[str, str], float]]:
     import pandas as pd
 
     try:
@@ -163,13 +164,16 @@ def _user_links(table: str, column: str) -> dict[tuple[str, str], float]:
     for needed in ("src_region", "dst_region", *COLUMNS):
         if needed not in frame:
             raise UserError(f"{table}: no column '{needed}'; needed: src_region, dst_region, {', '.join(COLUMNS)}")
-    values = pd.to_numeric(frame[column], errors="coerce")
-    low = 0.0 if column == "egress_usd_per_gb" else 1e-9
-    bad = np.flatnonzero(~(np.isfinite(values) & (values >= low)))
-    if bad.size:
-        row, least = int(bad[0]), "at least 0" if low == 0.0 else "above 0"
-        raise UserError(f"{table}: row {row + 2}: {column} is {frame[column].iloc[row]!r}; valid: a number {least}")
-    return _by_pair(frame.assign(**{column: values}), column)
+    links = {}
+    for column in COLUMNS:
+        values = pd.to_numeric(frame[column], errors="coerce").to_numpy(np.float64)
+        free = column == "egress_usd_per_gb"
+        bad = np.flatnonzero(~(np.isfinite(values) & ((values >= 0.0) if free else (values > 0.0))))
+        if bad.size:
+            row, least = int(bad[0]), "at least 0" if free else "above 0"
+            raise UserError(f"{table}: line {row + 2}: {column} is '{frame[column].iloc[row]}'; valid: {least}")
+        links[column] = _by_pair(frame.assign(**{column: values}), column)
+    return links
 
 
 def _by_pair(frame: pd.DataFrame, value: str) -> dict[tuple[str, str], float]:

@@ -16,11 +16,12 @@ from wattgym.envs.federation.arrays import FloatArray, IntArray
 from wattgym.envs.federation.config import SiteSelectionConfig
 from wattgym.envs.federation.draw import Federation
 from wattgym.envs.federation.emulator import FederationEmulator, RoundResult, Telemetry
-from wattgym.envs.federation.power import STEP_S
+from wattgym.envs.federation.power import STEP_S, power_step
 from wattgym.envs.observation import BOUND, Feature
 
 _MINUTE_S = 60.0
 _LOW = 1e-6
+_ALL = slice(None)
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,7 @@ class SelectionObserver:
         self._dropouts = config.rounds.dropouts_per_hour > 0.0
         self._target = np.log(emulator.library.target_loss)
         self._columns = {f.name: layout.of_federation(f.name) for f in layout.global_features}
+        self._shown = np.zeros((0, layout.size), dtype=np.float32)
         self._sites = {f.name: layout.of_sites(f.name) for f in layout.site_features}
 
     def begin(self, rows: IntArray | None = None) -> NDArray[np.float32]:
@@ -193,9 +195,12 @@ class SelectionObserver:
         if self.layout.market:
             x[:, sites["egress"]] = federation.egress_usd * exists
         self._show_state(x, federation, known, log_loss, self._way[rows])
-        self._show_power(x, federation, known)
+        self._show_power(x, federation, known, _ALL)
         self._x[rows] = x
-        return self._shown()
+        shown = self._shown.copy() if self._shown.shape == self._x.shape else self._x.copy()
+        shown[rows] = _bounded(x)
+        self._shown = shown
+        return shown
 
     def build(self, result: RoundResult) -> NDArray[np.float32]:
         """The observation after a round, before the next.
@@ -211,15 +216,17 @@ class SelectionObserver:
         self._show_state(x, federation, known, log_loss, self._way)
         self._show_round(result, (self._log_loss - log_loss) / self._way)
         self._log_loss = log_loss
-        step = (known.time_s * (1.0 / STEP_S)).astype(np.int64)
+        step = power_step(known.time_s)
         # Sites that drop out or come back change what is shown of power between two power samples, too.
-        if self._dropouts or (step != self._power_step).any():
-            self._power_step = step
-            self._show_power(x, federation, known)
-        return self._shown()
-
-    def _shown(self) -> NDArray[np.float32]:
-        return np.minimum(np.maximum(self._x, -BOUND), BOUND)
+        if self._dropouts:
+            self._show_power(x, federation, known, _ALL)
+        else:
+            rows = np.flatnonzero(step != self._power_step)
+            if rows.size:
+                self._show_power(x, federation, known, rows)
+        self._power_step = step
+        self._shown = _bounded(x)
+        return self._shown
 
     def _show_state(
         self, x: NDArray[np.float32], federation: Federation, known: Telemetry, log_loss: FloatArray, way: FloatArray
@@ -261,26 +268,33 @@ class SelectionObserver:
         x[:, sites["last_time"]] = np.where(played.chosen, np.log10(last), x[:, sites["last_time"]])
         x[:, sites["failed"]] = known.failed
 
-    def _show_power(self, x: NDArray[np.float32], federation: Federation, known: Telemetry) -> None:
-        """What changes with a power sample."""
-        sites, exists = self._sites, federation.exists
-        rate = known.power_w * federation.samples_per_joule
+    def _show_power(
+        self, x: NDArray[np.float32], federation: Federation, known: Telemetry, rows: IntArray | slice
+    ) -> None:
+        """What changes with a power sample, for the environments where it did."""
+        sites, exists, eligible = self._sites, federation.exists[rows], known.eligible[rows]
+        power = known.power_w[rows]
+        rate = power * federation.samples_per_joule[rows]
         per_rate = 1.0 / np.maximum(rate, _LOW)
-        x[:, sites["compute"]] = _decades(self._reference * per_rate, _MINUTE_S) * exists
-        work = self._work if self._time_model == "A" else federation.samples * self._epochs
-        x[:, sites["alone"]] = _decades(work * per_rate + federation.comm_s, _MINUTE_S) * exists
-        usable = rate * known.eligible
-        mean = usable.sum(axis=1) / np.maximum(known.eligible.sum(axis=1), 1)
-        x[:, sites["share"]] = (usable / np.maximum(mean, _LOW)[:, None] - 1.0) * exists
-        per_capacity = 1.0 / np.maximum(federation.capacity_w, 1.0)
-        x[:, sites["power"]] = known.power_w * per_capacity
-        x[:, sites["power_change"]] = known.power_change_w * per_capacity * 10.0
+        x[rows, sites["compute"]] = _decades(self._reference * per_rate, _MINUTE_S) * exists
+        work = self._work if self._time_model == "A" else federation.samples[rows] * self._epochs
+        x[rows, sites["alone"]] = _decades(work * per_rate + federation.comm_s[rows], _MINUTE_S) * exists
+        usable = rate * eligible
+        mean = usable.sum(axis=1) / np.maximum(eligible.sum(axis=1), 1)
+        x[rows, sites["share"]] = (usable / np.maximum(mean, _LOW)[:, None] - 1.0) * exists
+        per_capacity = 1.0 / np.maximum(federation.capacity_w[rows], 1.0)
+        x[rows, sites["power"]] = power * per_capacity
+        x[rows, sites["power_change"]] = known.power_change_w[rows] * per_capacity * 10.0
         if self.layout.market:
-            x[:, sites["price"]] = known.price_usd_per_mwh * exists * 0.01
-            x[:, sites["carbon"]] = known.carbon_g_per_kwh * exists * 0.002
+            x[rows, sites["price"]] = known.price_usd_per_mwh[rows] * exists * 0.01
+            x[rows, sites["carbon"]] = known.carbon_g_per_kwh[rows] * exists * 0.002
 
 
 _FADE = np.exp(-np.arange(128) / 10.0)
+
+
+def _bounded(x: NDArray[np.float32]) -> NDArray[np.float32]:
+    return x.clip(-BOUND, BOUND)
 
 
 def _decades(value: FloatArray, unit: float) -> FloatArray:

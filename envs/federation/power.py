@@ -22,6 +22,8 @@ from wattgym.traces import list_traces
 STEP_S = 300.0
 """Seconds between power samples."""
 
+_ROUNDING = 1e-9
+
 STEPS_A_DAY = round(86_400.0 / STEP_S)
 
 GOOGLE_DOMAINS = tuple(f"power-util/google-cella-pdu{k}" for k in range(6, 11))
@@ -29,6 +31,12 @@ GOOGLE_DOMAINS = tuple(f"power-util/google-cella-pdu{k}" for k in range(6, 11))
 
 _LOCAL_AHEAD_H = {"power-util/google-cella": 3.0}
 """Hours by which local time is ahead of a trace's clock: cell a lies in New York's zone, its clock in Los Angeles'."""
+
+
+def power_step(time_s: FloatArray) -> IntArray:
+    """The power sample in force at times of the episode; a rounding error before a sample counts as its start."""
+    step: IntArray = (time_s / STEP_S + _ROUNDING).astype(np.int64)
+    return step
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +73,7 @@ class PowerSource:
         for trace_id in ids:
             windows = recorded_windows((trace_id,), config.split)
             trace = windows[0].trace
-            _check(trace_id, trace.kind, trace.interval_s, trace.values)
+            _check(trace_id, trace.kind, trace.interval_s)
             ahead = next((h for prefix, h in _LOCAL_AHEAD_H.items() if trace_id.startswith(prefix)), 0.0)
             places = []
             for window in windows:
@@ -104,7 +112,8 @@ class PowerSource:
         """
         phase = local_step % self.counts.shape[1]
         count = self.counts[trace, phase]
-        return self.starts[trace, phase, np.minimum((u * count).astype(np.int64), count - 1)]
+        starts: IntArray = self.starts[trace, phase, np.minimum((u * count).astype(np.int64), count - 1)]
+        return starts
 
 
 def available_power_w(config: PowerConfig, capacity_w: FloatArray, utilisation: FloatArray) -> FloatArray:
@@ -124,13 +133,9 @@ def available_power_w(config: PowerConfig, capacity_w: FloatArray, utilisation: 
     return power
 
 
-def _check(trace_id: str, kind: str, interval_s: float, values: FloatArray) -> None:
+def _check(trace_id: str, kind: str, interval_s: float) -> None:
     if kind not in ("power_utilisation", "utilisation"):
         known = ", ".join(entry.id for entry in list_traces(kind="power_utilisation"))
         raise UserError(f"trace '{trace_id}' is of kind {kind}; power needs a utilisation, for example: {known}")
     if interval_s != STEP_S:
         raise UserError(f"trace '{trace_id}' has an interval of {interval_s:g} s; power traces need {STEP_S:g} s")
-    outside = np.flatnonzero((values < 0.0) | (values > 1.0))
-    if outside.size:
-        first = outside[0]
-        raise UserError(f"trace '{trace_id}': sample {first} is {values[first]:g}; a utilisation lies within 0 and 1")

@@ -18,9 +18,9 @@ import numpy as np
 from wattgym.envs.federation.arrays import BoolArray, FloatArray, Rows
 from wattgym.envs.federation.draw import Federation, FederationLibrary
 from wattgym.envs.federation.learning import Curve, domain_loss, domain_progress
-from wattgym.envs.federation.power import STEP_S
+from wattgym.envs.federation.power import STEP_S, power_step
 
-_NEVER = 1e-300
+_NEVER = 1e-9
 
 
 @dataclass(eq=False)
@@ -32,8 +32,8 @@ class Moment(Rows):
         progress: Domain progress, shape `(B, D)`.
         loss: True loss, shape `(B,)`, nats.
         power_w: Power that trains now, 0 where it is too little, shape `(B, N)`, W.
-        slow: Factor by which each site is slower in this round, shape `(B, N)`.
-        lost_after_s: When each site would drop out, shape `(B, N)`, s from the round's start.
+        slow: Factor by which each site is slower in this round, shape `(B, N)` or `(B, 1)`.
+        lost_after_s: When each site would drop out, shape `(B, N)` or `(B, 1)`, s from the round's start.
     """
 
     time_s: FloatArray
@@ -150,31 +150,30 @@ class RoundModel:
 
     def _seconds(self, federation: Federation, moment: Moment, need_j: FloatArray) -> FloatArray:
         """Time in which the available power meets each need; infinite where the deadline comes first."""
-        power = moment.power_w
-        step = (moment.time_s * (1.0 / STEP_S)).astype(np.int64)
+        step = power_step(moment.time_s)
         left = ((step + 1) * STEP_S - moment.time_s)[:, None]
-        seconds = need_j / np.maximum(power, _NEVER)
-        if (seconds <= left).all():
-            return seconds
-        # Power changes before some site is through: go on from one power sample to the next.
-        open_ = seconds > left
-        need = need_j - power * left
-        elapsed = left
-        seconds = np.where(open_, np.inf, seconds)
-        while True:
-            step = step + 1
-            power = self._library.training_w(federation, step)
-            done = open_ & (need <= power * STEP_S)
-            seconds = np.where(done, elapsed + need / np.maximum(power, _NEVER), seconds)
-            open_ = open_ & ~done
-            elapsed = elapsed + STEP_S
-            if not (open_ & (elapsed < self._rounds.deadline_s)).any():
-                return seconds
-            need = need - power * STEP_S
+        seconds = need_j / np.maximum(moment.power_w, _NEVER)
+        beyond = seconds > left
+        rows = np.flatnonzero(beyond.any(axis=1))
+        if rows.size:
+            # Power changes before some site is through: those federations go on from one power sample to the next.
+            open_, elapsed, step = beyond[rows], left[rows], step[rows]
+            need = need_j[rows] - moment.power_w[rows] * elapsed
+            found = np.where(open_, np.inf, seconds[rows])
+            while (open_ & (elapsed < self._rounds.deadline_s)).any():
+                step = step + 1
+                power = self._library.training_w(federation, step, rows)
+                done = open_ & (need <= power * STEP_S)
+                found = np.where(done, elapsed + need / np.maximum(power, _NEVER), found)
+                need = need - power * STEP_S
+                open_ = open_ & ~done
+                elapsed = elapsed + STEP_S
+            seconds[rows] = found
+        return seconds
 
     def _energy(self, federation: Federation, moment: Moment, stop_s: FloatArray, need_j: FloatArray) -> FloatArray:
         """Energy drawn up to a time at which a site stops, at most what it needs, J."""
-        step = (moment.time_s * (1.0 / STEP_S)).astype(np.int64)
+        step = power_step(moment.time_s)
         left = ((step + 1) * STEP_S - moment.time_s)[:, None]
         drawn = moment.power_w * np.minimum(stop_s, left)
         elapsed = left

@@ -13,6 +13,7 @@ from wattgym.envs.federation.learning import local_work
 from wattgym.envs.federation.observation import SelectionLayout
 
 _NEVER_S = 1e12
+_LEAST = 1e-9
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +120,7 @@ class SelectionView:
             work: FloatArray = samples * chosen * rounds.epochs
             return work
         taken = rate * chosen
-        split: FloatArray = taken * (rounds.work_samples / np.maximum(taken.sum(axis=-1, keepdims=True), 1e-300))
+        split: FloatArray = taken * (rounds.work_samples / np.maximum(taken.sum(axis=-1, keepdims=True), _LEAST))
         return split
 
     def site_seconds(self, chosen: BoolArray) -> FloatArray:
@@ -131,18 +132,19 @@ class SelectionView:
         rate, comm = self.rate, self.task.comm_s
         if chosen.ndim == 3:
             rate, comm = rate[:, None], comm[:, None]
-        seconds = self.work(chosen) / np.maximum(rate, 1e-300) + comm
+        seconds = self.work(chosen) / np.maximum(rate, _LEAST) + comm
         return np.where(chosen, np.minimum(seconds, _NEVER_S), 0.0)
 
     def round_seconds(self, chosen: BoolArray) -> FloatArray:
         """Predicted length of a round, shape of `chosen` without its last axis, s."""
-        return self.site_seconds(chosen).max(axis=-1)
+        longest: FloatArray = self.site_seconds(chosen).max(axis=-1)
+        return longest
 
     def alone_seconds(self) -> FloatArray:
         """Predicted length of a round of each site alone, shape `(B, N)`, s; very long where it is not eligible."""
         rounds = self.task.config.rounds
         work = rounds.work_samples if rounds.time_model == "A" else self.task.samples * rounds.epochs
-        seconds = work / np.maximum(self.rate, 1e-300) + self.task.comm_s
+        seconds = work / np.maximum(self.rate, _LEAST) + self.task.comm_s
         return np.where(self.known.eligible, np.minimum(seconds, _NEVER_S), _NEVER_S)
 
     def best_site(self) -> IntArray:
@@ -151,4 +153,5 @@ class SelectionView:
         work = self.task.samples * rounds.epochs if rounds.time_model == "B" else rounds.work_samples + 0.0 * self.rate
         counted = local_work(work / learning.reference_samples, learning.work_exponent)
         worth = np.where(self.known.eligible, counted / self.alone_seconds(), -1.0)
-        return worth.argmax(axis=1)
+        best: IntArray = worth.argmax(axis=1)
+        return best
