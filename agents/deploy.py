@@ -17,7 +17,7 @@ from typing import Any
 
 from wattgym.agents.deploy_plan import Deployment, DeployOptions, plan_deployment
 from wattgym.agents.deploy_report import REPORT, compare_losses, write_losses, write_reports
-from wattgym.agents.deployment import LiveRun, Tick
+from wattgym.agents.deployment import LiveRun, Tick, composite
 from wattgym.agents.fallback import FallbackController
 from wattgym.agents.live_view import live_view
 from wattgym.agents.tick_log import TickLog, convert_to_parquet
@@ -34,7 +34,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass
-class _Ending:
+class Ending:
     """How a run ended.
 
     Attributes:
@@ -63,7 +63,7 @@ def deploy(options: DeployOptions) -> int:
     """
     deployment = plan_deployment(options)
     folder = RunFolder.create(deployment.folder, deployment.config(), KIND, seed=0)
-    ending = _Ending()
+    ending = Ending()
     run = _controlled(deployment, deployment.controller, deployment.folder, ending, deployment.controller.name)
     uncapped = None
     if options.compare and not ending.code and ending.error is None:
@@ -73,7 +73,10 @@ def deploy(options: DeployOptions) -> int:
     if ending.error is None and not ending.code and lost:
         ending.code = 1
     folder.set_status("failed" if ending.error or ending.code == 1 else "interrupted" if ending.code else "finished")
-    _report(deployment, run, uncapped, ending)
+    try:
+        _report(deployment, run, uncapped, ending)
+    except UserError as error:
+        ending.error = ending.error or error  # what ended the run matters more than what could not be told of it
     if lost:
         print(f"control was lost: {lost}", file=sys.stderr)
     if ending.error is not None:
@@ -82,7 +85,7 @@ def deploy(options: DeployOptions) -> int:
 
 
 def _controlled(
-    deployment: Deployment, controller: FallbackController, folder: Path, ending: _Ending, name: str
+    deployment: Deployment, controller: FallbackController, folder: Path, ending: Ending, name: str
 ) -> LiveRun:
     """One run of all jobs under one controller; however it ends, the devices are given back and the log is whole."""
     env, live = deployment.env_for(controller), deployment.live
@@ -91,7 +94,7 @@ def _controlled(
     run = LiveRun(controller, env, plant)
     title = f"{name} on {len(live.jobs)} job(s), {live.backend} devices"
     print(f"{title}: loading", flush=True)
-    with TickLog(folder / TICKS) as log, _stoppable(plant, ending):
+    with TickLog(folder / TICKS) as log, stoppable(plant, ending):
         try:
             with live_view(title, env.ticks) as show:
 
@@ -125,7 +128,7 @@ def _announce(run: LiveRun) -> None:
 
 
 @contextlib.contextmanager
-def _stoppable(plant: LivePlant, ending: _Ending) -> Iterator[None]:
+def stoppable(plant: LivePlant, ending: Ending) -> Iterator[None]:
     """Lets the first signal end the run in good order; the second one doesn't wait for that."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -145,7 +148,7 @@ def _stoppable(plant: LivePlant, ending: _Ending) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _report(deployment: Deployment, run: LiveRun, uncapped: LiveRun | None, ending: _Ending) -> None:
+def _report(deployment: Deployment, run: LiveRun, uncapped: LiveRun | None, ending: Ending) -> None:
     """Everything that is worked out after the devices have been given back."""
     folder, jobs = deployment.folder, len(deployment.live.jobs)
     provenance = _provenance(deployment, run, ending)
@@ -161,8 +164,7 @@ def _report(deployment: Deployment, run: LiveRun, uncapped: LiveRun | None, endi
         convert_to_parquet(folder / TICKS)
     if write_reports(deployment.controller.name, run, uncapped, folder, provenance):
         last = run.ticks[-1]
-        composite = "none (shorter than the score needs)" if last.pjm_composite is None else f"{last.pjm_composite:.3f}"
-        print(f"{last.tick} of {run.env.ticks} periods, nRMSE {last.nrmse:.3f}, PJM composite {composite}")
+        print(f"{last.tick} of {run.env.ticks} periods, nRMSE {last.nrmse:.3f}, {_score(run)}")
         print(f"fallbacks: {_fallbacks(run)}; late by {_lateness(run)}; {last.missed} periods missed")
         print(f"report: {folder / REPORT}")
     if ending.code > 1:
@@ -191,6 +193,12 @@ def _reference(deployment: Deployment, run: LiveRun, uncapped: LiveRun | None) -
     return deployment.folder / UNCAPPED if uncapped is not None and uncapped.ticks else None
 
 
+def _score(run: LiveRun) -> str:
+    rollout = run.rollout()
+    value = composite(rollout, run.variant) if rollout is not None else None
+    return "no PJM score (the run is too short)" if value is None else f"PJM composite {value:.3f}"
+
+
 def _loss_line(found: dict[str, Any]) -> str:
     if not found["samples"]:
         return f"job {found['job']}: no step that both runs have made"
@@ -210,7 +218,7 @@ def _lateness(run: LiveRun) -> str:
     return f"{ordered[int(0.99 * (len(ordered) - 1))]:.1f} ms at most in 99 % of periods"
 
 
-def _provenance(deployment: Deployment, run: LiveRun, ending: _Ending) -> dict[str, Any]:
+def _provenance(deployment: Deployment, run: LiveRun, ending: Ending) -> dict[str, Any]:
     from wattgym.runs import git_state, installed_versions
 
     git = git_state()

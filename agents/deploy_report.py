@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wattgym.agents.deployment import LiveRun
+from wattgym.agents.deployment import LiveRun, composite
 from wattgym.agents.episodes import EpisodeResult, PowerTrace
 from wattgym.agents.rollout import Rollout
-from wattgym.agents.scoring import scenario_metrics
+from wattgym.agents.scoring import REGULATION, scenario_metrics
 from wattgym.errors import UserError
 from wattgym.files import atomic_path, atomic_write_text
 
@@ -132,17 +132,18 @@ def write_reports(
         # An interrupted run is compared over what both have.
         length = min(rollout.power_w.shape[1], other.power_w.shape[1])
         rollout, other = _first(rollout, length), _first(other, length)
+    scored = rollout.families[0] in REGULATION and composite(rollout, run.variant) is not None
+    variant = run.variant if scored else None
     scenario, plant = f"{rollout.families[0]}/live", "live plant"
     rows, traces = [], []
     for label, record in ((name, rollout), ("uncapped", other)):
         if record is None:
             continue
-        metrics = scenario_metrics(record, other, run.variant)
+        metrics = scenario_metrics(record, other, variant)
         values = {metric: float(found[0]) for metric, found in metrics.items()}
         rows.append(EpisodeResult(label, scenario, record.families[0], plant, 0, values))
-        t_s = np.arange(record.power_w.shape[1]) * record.period_s
+        t_s = np.arange(record.power_w.shape[1], dtype=np.float64) * record.period_s
         traces.append(PowerTrace(label, scenario, t_s, record.target_w[0], record.power_w[0], record.throughput[0]))
-    scored = any(not np.isnan(row.metrics.get("pjm_composite", np.nan)) for row in rows)
     result = EvaluationResult(
         rows=rows,
         baselines=("uncapped",) if other is not None else (),

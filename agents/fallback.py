@@ -153,11 +153,11 @@ class FallbackController:
 
     def _judged(self, observation: Float32Array, finite: BoolArray) -> list[Reason | None]:
         """What is wrong with each site's observation."""
-        missing = ~finite.all(axis=1)
+        missing: BoolArray = np.logical_not(np.logical_and.reduce(finite, axis=1))
         with np.errstate(invalid="ignore"):
             # The age is told in periods. A feature at its bound was clipped: how far off it really is, nobody sees.
             stale = observation[:, self._age] > self._config.stale_periods
-            outside = (np.abs(observation) >= BOUND).any(axis=1)
+            outside: BoolArray = np.logical_or.reduce(np.abs(observation) >= BOUND, axis=1)
         return [
             Reason.NOT_FINITE if m else Reason.STALE if s else Reason.OUT_OF_RANGE if o else None
             for m, s, o in zip(missing, stale, outside, strict=True)
@@ -182,7 +182,7 @@ class FallbackController:
             self.last_failure = f"action of shape {np.shape(action)}, expected {wanted}"
             reasons[:] = [reason or Reason.FAILED for reason in reasons]
             return np.zeros(wanted)
-        wrong = ~np.isfinite(action).all(axis=1)
+        wrong: BoolArray = np.logical_not(np.logical_and.reduce(np.isfinite(action), axis=1))
         if wrong.any():
             # What a recurrent policy remembers of this can be no better than its answer.
             self._policy.reset(self._task)

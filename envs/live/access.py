@@ -122,10 +122,8 @@ def _check_distinct(devices: list[list[Device]]) -> None:
 def _arm(access: Access, config: LiveConfig, rules: CommandRules, policy: str) -> None:
     """Takes an actuator that writes, if there is one that may; else leaves the duty cycle, with the reasons."""
     flat = [device for devices in access.devices for device in devices]
-    wanted: tuple[ActuatorKind, ...] = tuple(SETTERS)
-    if config.actuator not in ("auto", "duty_cycle"):
-        wanted = (config.actuator,)
-    reasons: dict[str, str] = {}
+    wanted = [kind for kind in SETTERS if config.actuator in ("auto", kind)]
+    reasons: dict[ActuatorKind, str] = {}
     for kind in wanted:
         states = (device.info().capabilities.get(SETTERS[kind], "unknown") for device in flat)
         reasons[kind] = next((state for state in states if state != "ok"), "")
@@ -140,7 +138,7 @@ def _arm(access: Access, config: LiveConfig, rules: CommandRules, policy: str) -
             return
         reasons = dict.fromkeys(wanted, refusal)
     if config.actuator != "auto":
-        raise UserError(f"actuator {config.actuator}: {reasons[config.actuator]}; 'duty_cycle' needs no permission")
+        raise UserError(f"actuator {config.actuator}: {reasons[wanted[0]]}; 'duty_cycle' needs no permission")
     access.why = "; ".join(dict.fromkeys(reasons.values()))
 
 

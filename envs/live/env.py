@@ -41,9 +41,3 @@ class PowerShapingLiveEnv(PowerShapingEnv):
         jobs_folder = Path(folder) if folder is not None else Path(tempfile.mkdtemp(prefix="wattgym-live-"))
         self.plant = LivePlant(plant_config, settings.period_s, settings.rules, jobs_folder)
         super().__init__(settings, self.plant)
-
-    def __enter__(self) -> PowerShapingLiveEnv:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

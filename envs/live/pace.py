@@ -44,6 +44,8 @@ class JobKnobs:
         free = self._free.update(status)
         full = self._pace if self.full_samples_per_s is None or free is None else self.full_samples_per_s / free
         wanted = min(max(min(speed, 1.0), MIN_DUTY) * full, 1.0)
+        if speed >= 1.0 and self._pace >= 1.0:
+            wanted = 1.0  # a job that nothing limits is not held to the speed that it once had
         with self._lock:
             if abs(wanted - self._handle.knobs.speed) > 1e-3:
                 self._handle.set_knobs(speed=wanted)
