@@ -1,6 +1,10 @@
 """The gap between emulator and live plant, from rollouts to figures and along the command line."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -210,3 +214,28 @@ def test_calibrate_and_compare_a_real_training_loop(tmp_path, capsys):
     assert by_name["energy_kwh"]["live"] == pytest.approx(by_name["energy_kwh"]["emulated"], rel=0.25)
     assert by_name["pjm_composite"]["live"] is None
     assert found["seeds"] == [0, 1, 2]
+
+
+@pytest.mark.slow
+def test_a_calibration_that_is_ended_writes_nothing_and_leaves_nobody(tmp_path):
+    arguments = ["hw", "calibrate", "--out", "profile.yaml", "--job", "tiny", "--device", "h100-sxm:5"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "wattgym", *arguments],
+        cwd=tmp_path, stderr=subprocess.PIPE, env={**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert process.stderr is not None
+    try:
+        shown = b""
+        # The bar counts the first limit when jobs train and it has been measured.
+        while b" 1/" not in shown:
+            found = process.stderr.read1(4096)
+            assert found, shown
+            shown += found
+        (folder,) = tmp_path.glob("wattgym-calibrate-*")
+        assert json.loads((folder / "job0" / "run.json").read_text())["status"] == "running"
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+        assert process.returncode > 0
+    finally:
+        process.kill()
+    assert not [*tmp_path.glob("wattgym-*"), *tmp_path.glob("profile*")]

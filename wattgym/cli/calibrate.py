@@ -41,6 +41,7 @@ def calibrate(
 
     from wattgym.agents.deploy_plan import DeployOptions, plan_jobs, plan_plant
     from wattgym.cli.evaluate import check_folder
+    from wattgym.cli.stopping import terminable
     from wattgym.config import parse_config
     from wattgym.envs.live.calibration import PERIOD_S, RULES, CalibrationPlan
     from wattgym.envs.live.calibration import calibrate as run_calibration
@@ -59,7 +60,7 @@ def calibrate(
         actuator=actuator,
         arm=arm,
     )
-    with tempfile.TemporaryDirectory(prefix="wattgym-calibrate-") as folder:
+    with terminable(), tempfile.TemporaryDirectory(prefix="wattgym-calibrate-") as folder:
         config = plan_plant(options, plan_jobs(options), Path(folder))
         # What is about to be measured must not be presumed.
         config = config.model_copy(update={"profile": None})

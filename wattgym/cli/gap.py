@@ -41,6 +41,7 @@ def gap(
     from wattgym.agents import gap as gaps
     from wattgym.agents.deploy_plan import DeployOptions, plan_deployment
     from wattgym.cli.evaluate import check_folder
+    from wattgym.cli.stopping import terminable
     from wattgym.envs.live.plant import LivePlant
     from wattgym.envs.profile import load_profile
     from wattgym.files import atomic_write_json
@@ -50,7 +51,7 @@ def gap(
     calibrated = load_profile(profile)
     if out is not None:
         check_folder(out.parent)
-    with tempfile.TemporaryDirectory(prefix="wattgym-gap-") as folder:
+    with terminable(), tempfile.TemporaryDirectory(prefix="wattgym-gap-") as folder:
         options = DeployOptions(
             policy=policy,
             signal=signal,
