@@ -174,9 +174,11 @@ class LiveRun:
 
     @property
     def control_lost(self) -> str:
-        """Why a guard stopped writing, or a command last failed; empty where all is well."""
-        frozen = (guard.why for guard in self.plant.guards if guard.state is GuardState.FROZEN)
-        return next(frozen, "")
+        """Why a guard had stopped writing by the last tick; empty where all was well."""
+        if not self.ticks or self.ticks[-1].guard_state != GuardState.FROZEN:
+            return ""
+        # The guards have been closed since; why they froze stays with them.
+        return next((guard.why for guard in self.plant.guards if guard.why), "a guard froze")
 
     def rollout(self) -> Rollout | None:
         """What has passed, as the evaluator's record; None before the first tick.

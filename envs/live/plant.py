@@ -212,7 +212,7 @@ class LivePlant:
             self._coupling.stop()
             self._coupling = None
         access, self._access = self._access, None
-        failure = close_guards([guard for guards in access.guards for guard in guards]) if access else None
+        failures = [close_guards([guard for guards in access.guards for guard in guards])] if access else []
         if self._poller is not None:
             self._poller.stop()
             self._poller = None
@@ -220,13 +220,14 @@ class LivePlant:
         if handles:
             # Side by side: each saves its state first, and the last one should not train on meanwhile.
             with ThreadPoolExecutor(len(handles)) as pool:
-                list(pool.map(JobHandle.close, handles))
+                failures += pool.map(_closed, handles)
         if access is not None:
             for device in (device for devices in access.devices for device in devices):
                 device.close()
         self._jobs = []
-        if failure is not None:
-            raise failure
+        for failure in failures:
+            if failure is not None:
+                raise failure
 
     def _start(self) -> None:
         config = self._config
@@ -242,7 +243,7 @@ class LivePlant:
         self._poller.start()
         for j, job in enumerate(config.jobs):
             self._handles.append(
-                JobHandle.start(job.training, self._folder / f"job{j}", environment=_environment(config, access, j))
+                JobHandle.start(job.training, self._folder / f"job{j}", environment=job_environment(config, access, j))
             )
         coupled: list[CoupledJob] = []
         for j, (job, handle, devices) in enumerate(zip(config.jobs, self._handles, access.devices, strict=True)):
@@ -342,7 +343,16 @@ class LivePlant:
             raise
 
 
-def _environment(config: LiveConfig, access: Access, index: int) -> dict[str, str]:
+def _closed(handle: JobHandle) -> UserError | None:
+    """Stops a job; a failure is returned, so that the others are stopped all the same."""
+    try:
+        handle.close()
+    except UserError as error:
+        return error
+    return None
+
+
+def job_environment(config: LiveConfig, access: Access, index: int) -> dict[str, str]:
     """Variables that tie a job's process to its own GPU."""
     if config.backend != "nvml":
         return {}

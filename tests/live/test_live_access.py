@@ -1,11 +1,12 @@
 import numpy as np
 import pytest
 
-from wattgym.envs.live.access import check_devices, close_guards, open_access
+from wattgym.envs.live.access import Access, check_devices, close_guards, open_access
 from wattgym.envs.live.actuators import ClockActuator, DutyActuator, PowerLimitActuator
 from wattgym.envs.live.config import LiveConfig
 from wattgym.envs.live.meters import MeteredDevice
 from wattgym.envs.live.pace import MIN_DUTY, FreeSpeed, JobKnobs
+from wattgym.envs.live.plant import job_environment
 from wattgym.envs.profile import JobProfile, nominal_profile
 from wattgym.errors import UserError
 from wattgym.hw.device import DeviceReading
@@ -128,6 +129,21 @@ def test_devices_are_checked_before_anything_starts(tmp_path, jobs, message):
 def test_configurations_that_nothing_would_obey_are_refused(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         config(tmp_path, **changes)
+
+
+def test_a_jobs_process_sees_its_own_gpu_and_no_other():
+    class Gpu:
+        def __init__(self, uuid):
+            self.uuid = uuid
+
+        def info(self):
+            return self
+
+    access = Access([[Gpu("GPU-a")], [Gpu("GPU-b")]])
+    real = LiveConfig.model_validate({"backend": "nvml", "jobs": [{"devices": ["0"]}, {"devices": ["1"]}]})
+    assert job_environment(real, access, 1) == {"CUDA_VISIBLE_DEVICES": "GPU-b"}
+    simulated = LiveConfig.model_validate({"jobs": [{"devices": ["h100-sxm"]}]})
+    assert job_environment(simulated, access, 0) == {}
 
 
 def test_a_profile_of_another_gpu_is_refused(board):

@@ -24,6 +24,7 @@ from wattgym.live.handle import JobHandle
 pytestmark = pytest.mark.slow
 
 PERIOD_S = 0.5
+FREE_STEPS = 12
 RULES = CommandRules(interval_s=0.2, raise_window_s=0.5, raise_fraction_per_s=10.0, dead_band_w=0.0)
 TRAINING = {
     "model": {"source": "tiny"},
@@ -42,8 +43,13 @@ def config(tmp_path, **changes):
 @pytest.fixture(scope="module")
 def plant(tmp_path_factory):
     folder = tmp_path_factory.mktemp("live")
-    with LivePlant(config(folder), PERIOD_S, RULES, folder / "jobs") as plant:
-        plant.folder = folder
+    settings = config(folder)
+    free = settings.jobs[0].training.model_copy(update={"max_steps": FREE_STEPS})
+    with (
+        JobHandle.start(free, folder / "free") as uncontrolled,
+        LivePlant(settings, PERIOD_S, RULES, folder / "jobs") as plant,
+    ):
+        plant.folder, plant.uncontrolled = folder, uncontrolled
         plant.device_path = folder / "devices" / "SIM-h100-sxm-0.simulated"
         plant.reset([np.random.default_rng(0)])
         yield plant
@@ -77,17 +83,20 @@ def test_it_starts_uncapped_and_says_what_it_took(plant, device):
 
 
 def test_the_loop_is_closed_both_ways(plant, device):
-    free = hold(plant, 1.0, 6)[1:]
-    capped = hold(plant, 0.0, 7)[2:]
     spec = plant.spec
-    assert capped[-1].limit_w[0, 0] == 350.0 == device.requested_limit_mw() / 1000
-    assert capped[-1].meter_w[0, 0] == pytest.approx(spec.power_table_w[0, 0, 0], rel=0.03)
-    assert free[-1].meter_w[0, 0] == pytest.approx(spec.power_table_w[0, 0, -1], rel=0.03)
-    slower = np.mean([t.throughput for t in capped]) / np.mean([t.throughput for t in free])
-    # On a shared machine the free speed itself wanders; the surface says 0.72.
-    assert slower == pytest.approx(spec.throughput_table[0, 0, 0], abs=0.25)
-    assert slower < 0.95
-    assert plant._handles[0].knobs.speed < 0.4
+    speed = {0.0: [], 1.0: []}
+    for _ in range(4):  # by turns, and again if need be: on a shared machine the free speed itself wanders
+        for position, found in speed.items():
+            telemetry = hold(plant, position, 5)[1:]
+            found += [t.throughput[0, 0] for t in telemetry]
+            limit_w = spec.max_limit_w[0, 0] if position else spec.min_limit_w[0, 0]
+            assert telemetry[-1].limit_w[0, 0] == limit_w == device.requested_limit_mw() / 1000
+            drawn_w = spec.power_table_w[0, 0, -1 if position else 0]
+            assert telemetry[-1].meter_w[0, 0] == pytest.approx(drawn_w, rel=0.03)
+        slower = np.mean(speed[0.0]) / np.mean(speed[1.0])
+        if abs(slower - spec.throughput_table[0, 0, 0]) < 0.15:
+            return
+    raise AssertionError(f"capped, the job ran at {slower:.2f} of its speed, not at {spec.throughput_table[0, 0, 0]}")
 
 
 def test_the_jobs_phase_drives_the_draw(plant):
@@ -197,19 +206,15 @@ def test_a_sensor_that_stops_publishing_only_grows_old(plant, device):
     assert hold(plant, 1.0, 2)[-1].age_s[0] < PERIOD_S
 
 
-def test_losses_are_those_of_an_uncontrolled_run_bit_for_bit(plant, tmp_path):
-    hold(plant, 0.2, 2)
+def test_losses_are_those_of_an_uncontrolled_run_bit_for_bit(plant):
+    """The job has been capped, paused and slowed by the tests above; here its duty varies too."""
     plant._jobs[0].knobs.work_for(0.6)
-    hold(plant, 0.9, 2)
+    hold(plant, 0.2, 2)
     plant._jobs[0].knobs.work_for(1.0)
-    hold(plant, 1.0, 1)
-    controlled = losses(plant.folder / "jobs" / "job0")
-    steps = min(len(controlled), 12)
-    assert steps > 5
-    training = plant._config.jobs[0].training.model_copy(update={"max_steps": steps})
-    with JobHandle.start(training, tmp_path / "free") as free:
-        free.wait(120.0)
-    assert losses(tmp_path / "free") == controlled[:steps]
+    while plant.job_status[0].steps < FREE_STEPS:
+        hold(plant, 1.0, 1)
+    plant.uncontrolled.wait(120.0)
+    assert losses(plant.folder / "free") == losses(plant.folder / "jobs" / "job0")[:FREE_STEPS]
 
 
 def losses(folder: Path):
