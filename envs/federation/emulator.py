@@ -278,7 +278,7 @@ class FederationEmulator:
         spread = np.sqrt(noise[0] ** 2 + noise[1] ** 2 / np.maximum(played.effective_sites, 1.0))
         error = np.exp(spread * self._noise.evaluation[self._row, k])
         heard: BoolArray = np.asarray(counted.any(axis=1))
-        local = np.einsum("bnd,bd->bn", self.federation.mix, played.domain_loss)
+        local = np.matmul(self.federation.mix, played.domain_loss[:, :, None])[..., 0]
         known.loss = np.where(heard, played.loss * error, known.loss)
         heard, error = heard[:, None], error[:, None]
         known.domain_loss = np.where(heard, played.domain_loss * error, known.domain_loss)
@@ -325,7 +325,7 @@ class FederationEmulator:
         whole, none = np.zeros(batch, dtype=np.int64), np.zeros((batch, n))
         power = self.library.available_w(federation, whole)
         price, carbon = self.library.market_at(federation, whole)
-        mix_loss = np.einsum("bnd,bd->bn", federation.mix, by_domain)
+        mix_loss = np.matmul(federation.mix, by_domain[:, :, None])[..., 0]
         hidden = _Hidden(
             progress=progress,
             loss=loss,

@@ -119,7 +119,7 @@ def domain_progress(
         phi = phi * (config.loss_start / loss) ** config.phi_growth
     gain = work * per_total * cohort_factor(k_eff, phi)
     # D m_d: 1 for an even mix.
-    relative = np.einsum("bn,bnd->bd", samples, mix) * (config.domains * per_total)[:, None]
+    relative = np.matmul(samples[:, None, :], mix)[:, 0] * (config.domains * per_total)[:, None]
     lacking = np.maximum(1.0 - relative, 0.0)
     trained = (total > 0.0)[:, None]
     added = gain[:, None] * ((1.0 - config.transfer) * relative + config.transfer)

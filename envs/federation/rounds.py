@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from wattgym.envs.federation.arrays import BoolArray, FloatArray, Rows
+from wattgym.envs.federation.arrays import BoolArray, FloatArray, IntArray, Rows
 from wattgym.envs.federation.draw import Federation, FederationLibrary
 from wattgym.envs.federation.learning import Curve, domain_loss, domain_progress
 from wattgym.envs.federation.power import STEP_S, power_step
@@ -125,8 +125,11 @@ class RoundModel:
             compute_s = np.where(compute_s > deadline, np.inf, compute_s)
             busy = np.minimum(busy, deadline)
             counted = chosen & ~late & ~lost
-            stop = np.where(lost, moment.lost_after_s, deadline)
-            energy_j = np.where(counted, need_j, self._energy(federation, moment, stop, need_j))
+            rows = np.flatnonzero((late | lost).any(axis=1))
+            stop = np.where(lost, moment.lost_after_s, deadline)[rows]
+            energy_j = need_j.copy()
+            drawn = self._energy(federation, moment, stop, need_j, rows)
+            energy_j[rows] = np.where(counted[rows], need_j[rows], drawn)
             samples = samples * counted
         progress, effective = domain_progress(
             self._learning, curve, moment.progress, moment.loss, samples, federation.mix
@@ -153,33 +156,40 @@ class RoundModel:
         step = power_step(moment.time_s)
         left = ((step + 1) * STEP_S - moment.time_s)[:, None]
         seconds = need_j / np.maximum(moment.power_w, _NEVER)
-        beyond = seconds > left
-        rows = np.flatnonzero(beyond.any(axis=1))
-        if rows.size:
-            # Power changes before some site is through: those federations go on from one power sample to the next.
-            open_, elapsed, step = beyond[rows], left[rows], step[rows]
-            need = need_j[rows] - moment.power_w[rows] * elapsed
-            found = np.where(open_, np.inf, seconds[rows])
-            while (open_ & (elapsed < self._rounds.deadline_s)).any():
-                step = step + 1
-                power = self._library.training_w(federation, step, rows)
-                done = open_ & (need <= power * STEP_S)
-                found = np.where(done, elapsed + need / np.maximum(power, _NEVER), found)
-                need = need - power * STEP_S
-                open_ = open_ & ~done
-                elapsed = elapsed + STEP_S
+        open_ = seconds > left
+        rows = np.flatnonzero(open_.any(axis=1))
+        if not rows.size:
+            return seconds
+        # Power changes before some site is through: those federations go on from one power sample to the next.
+        open_, elapsed, step = open_[rows], left[rows], step[rows]
+        need = need_j[rows] - moment.power_w[rows] * elapsed
+        found = np.where(open_, np.inf, seconds[rows])
+        while True:
             seconds[rows] = found
-        return seconds
-
-    def _energy(self, federation: Federation, moment: Moment, stop_s: FloatArray, need_j: FloatArray) -> FloatArray:
-        """Energy drawn up to a time at which a site stops, at most what it needs, J."""
-        step = power_step(moment.time_s)
-        left = ((step + 1) * STEP_S - moment.time_s)[:, None]
-        drawn = moment.power_w * np.minimum(stop_s, left)
-        elapsed = left
-        end = float(np.max(stop_s, initial=0.0))
-        while elapsed.min() < end:
+            going = (open_ & (elapsed < self._rounds.deadline_s)).any(axis=1)
+            if not going.all():
+                rows, open_, elapsed, step = rows[going], open_[going], elapsed[going], step[going]
+                need, found = need[going], found[going]
+                if not rows.size:
+                    return seconds
             step = step + 1
-            drawn = drawn + self._library.training_w(federation, step) * np.clip(stop_s - elapsed, 0.0, STEP_S)
+            power = self._library.training_w(federation, step, rows)
+            done = open_ & (need <= power * STEP_S)
+            found = np.where(done, elapsed + need / np.maximum(power, _NEVER), found)
+            need = need - power * STEP_S
+            open_ = open_ & ~done
             elapsed = elapsed + STEP_S
-        return np.minimum(drawn, need_j)
+
+    def _energy(
+        self, federation: Federation, moment: Moment, stop_s: FloatArray, need_j: FloatArray, rows: IntArray
+    ) -> FloatArray:
+        """Energy drawn up to a time at which a site stops, at most what it needs, in some environments, J."""
+        time_s = moment.time_s[rows]
+        step = power_step(time_s)
+        elapsed = ((step + 1) * STEP_S - time_s)[:, None]
+        drawn = moment.power_w[rows] * np.minimum(stop_s, elapsed)
+        while (elapsed < stop_s).any():
+            step = step + 1
+            drawn = drawn + self._library.training_w(federation, step, rows) * np.clip(stop_s - elapsed, 0.0, STEP_S)
+            elapsed = elapsed + STEP_S
+        return np.minimum(drawn, need_j[rows])
