@@ -1,0 +1,62 @@
+"""`wattgym federated`: federated fine-tuning runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(name="federated", help="Federated fine-tuning runs.", no_args_is_help=True)
+
+
+@app.callback()
+def _group() -> None:
+    """Federated fine-tuning runs."""
+
+
+@app.command()
+def fit(
+    rounds: Annotated[
+        Path,
+        typer.Argument(
+            help="Recorded rounds, CSV or JSON lines: round (0 = before training), loss, sites [run, work]."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Profile for `learning.profile` of a site-selection configuration.")],
+) -> None:
+    """Fit the emulator's learning model to a recorded federated run."""
+    import math
+
+    from wattgym.envs.federation.fit import fit_learning
+
+    result = fit_learning(_read_rounds(rounds), str(rounds))
+    result.save(out)
+    profile, spread = result.profile, result.sd_log
+    for name in ("s0", "beta", "phi"):
+        value, factor = getattr(profile, name), math.exp(1.96 * spread[name])
+        note = "" if name != "phi" or result.phi_identified else "  (the prior's: the number of sites never varied)"
+        typer.echo(f"{name:12} {value:10.4f}  95 % {value / factor:.4f} to {value * factor:.4f}{note}")
+    typer.echo(
+        f"early slope  {result.early_slope:10.4f}  per effective site-round (s0 and beta trade off against each other)"
+    )
+    typer.echo(f"loss         {profile.loss_start:10.4f}  at the start, floor {profile.loss_floor:.4f}")
+    typer.echo(f"rms of the log residual over {result.rounds} rounds: {result.rms_log_residual:.4f}; profile: {out}")
+
+
+def _read_rounds(path: Path) -> Any:
+    """The table of a file.
+
+    Raises:
+        UserError: It cannot be read, or is no table.
+    """
+    import pandas as pd
+
+    from wattgym.errors import UserError
+
+    try:
+        if path.suffix in (".jsonl", ".ndjson"):
+            return pd.read_json(path, lines=True)
+        return pd.read_csv(path)
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise UserError(f"{path}: no CSV or JSON lines: {' '.join(str(error).split())}") from None
