@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 
 from wattgym.live.channel import JobStatus, progress
@@ -11,8 +12,13 @@ from wattgym.phase import Phase
 MIN_DUTY = 0.1
 """A job is never slowed further: below this its status would grow stale between steps."""
 
-MEMORY_S = 2.0
-"""Work after which an old observation of the free speed counts half; other work on the machine comes and goes."""
+MEMORY_S = 3.0
+"""Time, waiting included, after which an old observation of the free speed counts half; other work on the machine comes
+and goes."""
+
+
+CATCH_UP_S = 5.0
+"""Time within which a job makes good what it is ahead or behind; some micro-batches of a slow job."""
 
 
 class JobKnobs:
@@ -27,6 +33,7 @@ class JobKnobs:
         self._handle = handle
         self._pace = pace
         self._free = FreeSpeed()
+        self._catch_up = CatchUp()
         self._lock = threading.Lock()
 
     @property
@@ -41,9 +48,14 @@ class JobKnobs:
             speed: Wanted share.
             status: The job's status; what it did without waiting tells how much waiting that takes just now.
         """
+        share = max(min(speed, 1.0), MIN_DUTY)
         free = self._free.update(status)
-        full = self._pace if self.full_samples_per_s is None or free is None else self.full_samples_per_s / free
-        wanted = min(max(min(speed, 1.0), MIN_DUTY) * full, 1.0)
+        if self.full_samples_per_s is None or free is None:
+            wanted = share * self._pace
+        else:
+            target = share * self.full_samples_per_s
+            wanted = target / free * self._catch_up.factor(target * status.duty, status)
+        wanted = min(wanted, 1.0)
         if speed >= 1.0 and self._pace >= 1.0:
             wanted = 1.0  # a job that nothing limits is not held to the speed that it once had
         with self._lock:
@@ -54,6 +66,35 @@ class JobKnobs:
         """Sets the share of time the job works."""
         with self._lock:
             self._handle.set_knobs(duty=max(min(duty, 1.0), MIN_DUTY))
+
+
+class CatchUp:
+    """Corrects a job's pace by how far it is ahead or behind.
+
+    The free speed is known from the past only: where other work on the machine comes or goes, or texts are longer than
+    before, a job would for seconds run faster or slower than it was told to.
+    """
+
+    def __init__(self) -> None:
+        self._last: JobStatus | None = None
+        self._lead = 0.0
+
+    def factor(self, target: float, status: JobStatus) -> float:
+        """What to multiply the pace with.
+
+        Args:
+            target: Samples per second that the job was told to train since the last call.
+            status: The job's status.
+        """
+        last, self._last = self._last, status
+        if last is None or last.pid != status.pid or target <= 0.0:
+            self._lead = 0.0
+            return 1.0
+        due = target * (status.phase_s[Phase.COMPUTE] - last.phase_s[Phase.COMPUTE])
+        # What could not be caught up within the time is forgotten: it was not the pace that held the job back.
+        bound = target * CATCH_UP_S
+        self._lead = min(max(self._lead + status.samples - last.samples - due, -bound), bound)
+        return math.exp(-self._lead / bound)
 
 
 class FreeSpeed:
@@ -76,7 +117,7 @@ class FreeSpeed:
             self._last = status
         elif status.samples > self._last.samples:
             work_s = compute_work_s(self._last, status)
-            kept = 0.5 ** (work_s / MEMORY_S)
+            kept = 0.5 ** ((status.phase_s[Phase.COMPUTE] - self._last.phase_s[Phase.COMPUTE]) / MEMORY_S)
             self._samples = kept * self._samples + status.samples - self._last.samples
             self._work_s = kept * self._work_s + work_s
             self._last = status

@@ -98,19 +98,34 @@ def fit_job(nominal: JobProfile, rows: pd.DataFrame) -> JobProfile:
 def measure_dwells(rows: pd.DataFrame) -> list[Dwell]:
     """Power and speed at each limit visited.
 
-    A text takes time by its length, so speeds are compared in tokens, and told in samples of the sweep's mean length.
+    A text may take time by its length (a GPU), or as long as any other (a job that is held to a pace in samples), so
+    speeds are compared in the unit that scatters less from visit to visit of a limit, and told in samples.
 
     Raises:
         UserError: A job hardly computed in a dwell, or its progress cannot be told.
     """
     busy = _busy_s(rows)
     clean = _clean(rows)
-    trained = rows[["samples", "tokens"]].iloc[-1] - rows[["samples", "tokens"]].iloc[0]
-    samples_per_token = float(trained["samples"]) / max(float(trained["tokens"]), 1.0)
-    return [_measure(part, busy, clean, samples_per_token) for _, part in rows[rows["measuring"]].groupby("dwell")]
+    units = rows[["samples", "tokens"]].iloc[-1] - rows[["samples", "tokens"]].iloc[0]
+    measured = [
+        [
+            _measure(part, busy, clean, unit, units["samples"] / done)
+            for _, part in rows[rows["measuring"]].groupby("dwell")
+        ]
+        for unit, done in units.items()
+        if done > 0
+    ]
+    return min(measured, key=_scatter)
 
 
-def _measure(part: pd.DataFrame, busy: FloatArray, clean: BoolArray, samples_per_token: float) -> Dwell:
+def _scatter(dwells: Sequence[Dwell]) -> float:
+    """Mean square deviation of speeds from their limit's mean, relative."""
+    data = pd.DataFrame([vars(dwell) for dwell in dwells])
+    mean = data.groupby("wanted_w")["rate"].transform("mean")
+    return float(((data["rate"] / mean - 1.0) ** 2).mean())
+
+
+def _measure(part: pd.DataFrame, busy: FloatArray, clean: BoolArray, unit: str, samples: float) -> Dwell:
     where, steps = part.index.to_numpy(), part["steps"].to_numpy()
     pairs = clean[where[1:]] & clean[where[:-1]] & (np.diff(where) == 1)
     joules, seconds = np.diff(part["energy_j"])[pairs].sum(), np.diff(part["metered_s"])[pairs].sum()
@@ -122,8 +137,8 @@ def _measure(part: pd.DataFrame, busy: FloatArray, clean: BoolArray, samples_per
     edges = np.flatnonzero(np.diff(steps) > 0)
     # A step ended between two looks at the job: in the middle, on average.
     at_s = 0.5 * (busy[where[edges]] + busy[where[edges + 1]])
-    tokens = part["tokens"].to_numpy()[edges + 1]
-    rate = samples_per_token * (tokens[-1] - tokens[0]) / (at_s[-1] - at_s[0])
+    done = part[unit].to_numpy()[edges + 1]
+    rate = samples * (done[-1] - done[0]) / (at_s[-1] - at_s[0])
     limit_w = float(part["limit_w"].mean())
     return Dwell(
         int(part["dwell"].iloc[0]), float(part["wanted_w"].iloc[0]), limit_w, float(joules / seconds), float(rate)

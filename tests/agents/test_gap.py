@@ -203,7 +203,7 @@ def test_calibrate_and_compare_a_real_training_loop(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         main(
             [
-                *("gap", "feed-forward", "--profile", str(path), *plant, "--duration", "8s", "--seeds", "3"),
+                *("gap", "feed-forward", "--profile", str(path), *plant, "--duration", "4s", "--seeds", "3"),
                 *("--json", "--out", str(figures)),
             ]
         )
