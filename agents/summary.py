@@ -331,10 +331,7 @@ def _estimate_rows(summary: Summary, metrics: Sequence[str] | None = None) -> li
 
 def _task_rows(summary: Summary) -> list[list[str]]:
     return [
-        [
-            name + (" (baseline)" if name in summary.baselines else ""),
-            *(format_estimate(summary.by_task[name, task]) for task in summary.task_names),
-        ]
+        [name, *(format_estimate(summary.by_task[name, task]) for task in summary.task_names)]
         for name in summary.ranking
     ]
 

@@ -28,8 +28,8 @@ class Ucb:
     """`S` = the k eligible sites with the highest `x̄_k + width · sqrt(1.5 ln R / n_k)`; sites never tried come first.
 
     After a round every site that counted is credited with the round's decrease of the logarithm of the evaluated loss
-    per second, over the highest such rate seen so far, within [0, 1]. R counts rounds, n_k those in which the site
-    counted.
+    per second; `x̄_k` is the mean of these over the highest one seen so far, within [0, 1]. R counts rounds, n_k those
+    in which the site counted.
     """
 
     name = "UCB per site"
@@ -59,7 +59,8 @@ class Ucb:
         self._before = now
         tried = np.maximum(self._times, 1.0)
         radius = np.sqrt(1.5 * np.log(np.maximum(self._rounds, 1.0))[:, None] / tried)
-        bound = np.where(self._times > 0, self._mean + settings.width * radius, np.inf)
+        mean = self._mean / np.maximum(self._highest, 1e-300)[:, None]
+        bound = np.where(self._times > 0, mean + settings.width * radius, np.inf)
         # Of sites never tried the ones that would be through first lead.
         first = np.where(np.isinf(bound), 1e9 - np.log(turn.view.alone_seconds()), bound)
         return best_k(first, known.eligible, settings.count(known.eligible))
@@ -69,8 +70,7 @@ class Ucb:
         heard = counted.any(axis=1)
         rate = np.where(heard, np.maximum(self._before[1] - now[1], 0.0) / seconds, 0.0)
         self._highest = np.maximum(self._highest, np.nan_to_num(rate))
-        reward = np.nan_to_num(rate) / np.maximum(self._highest, 1e-300)
         self._rounds += heard
         self._times += counted
         weight = np.maximum(1.0 / np.maximum(self._times, 1.0), self._settings.memory)
-        self._mean += np.where(counted, weight * (reward[:, None] - self._mean), 0.0)
+        self._mean += np.where(counted, weight * (np.nan_to_num(rate)[:, None] - self._mean), 0.0)
