@@ -157,7 +157,7 @@ def evaluate(
     stages = [Stage(env, family, plan) for family in plan.families]
     rows: list[EpisodeResult] = []
     traces: list[PowerTrace] = []
-    plants = f"{plan.split} plants" if isinstance(env.site.surfaces, str) else "configured plants"
+    plants = f"{plan.split} plants" if env.site.by_split else "configured plants"
     for stage in stages:
         uncapped = stage.baseline(make_baseline("uncapped"))
         traced: set[str] = set()

@@ -71,9 +71,8 @@ def held_out(env: PowerShapingConfig, family: str, split: str, episode_s: float)
     Raises:
         UserError: The family is unknown, or the length is no whole number of periods.
     """
-    surfaces = env.site.surfaces if isinstance(env.site.surfaces, tuple) else split
     signal = {"families": {family: 1.0}, "split": split, "offers": env.signal.offers}
-    site = env.site.model_copy(update={"surfaces": surfaces})
+    site = env.site.model_copy(update={"surfaces": split}) if env.site.by_split else env.site
     return parse_config(
         PowerShapingConfig, {**dict(env), "site": site, "signal": signal, "episode_s": episode_s}, f"{split} scenarios"
     )

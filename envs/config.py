@@ -58,6 +58,11 @@ class SiteConfig(FrozenModel):
                     raise ValueError(f"profile and {name} exclude each other: the profile has its own")
         return self
 
+    @property
+    def by_split(self) -> bool:
+        """Whether jobs are drawn from a split of plants, so that another split holds plants out."""
+        return self.profile is None and isinstance(self.surfaces, str)
+
 
 class Offer(FrozenModel):
     """What a site promises for a kind of signal: its base power and the capacity around it.

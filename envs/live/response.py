@@ -109,7 +109,7 @@ def measure_dwells(rows: pd.DataFrame) -> list[Dwell]:
     units = rows[["samples", "tokens"]].iloc[-1] - rows[["samples", "tokens"]].iloc[0]
     measured = [
         [
-            _measure(part, busy, clean, unit, units["samples"] / done)
+            _measure(part, busy, clean, str(unit), units["samples"] / done)
             for _, part in rows[rows["measuring"]].groupby("dwell")
         ]
         for unit, done in units.items()

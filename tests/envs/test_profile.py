@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import yaml
 
+from wattgym.agents.validation import held_out
 from wattgym.envs.config import PowerShapingConfig
 from wattgym.envs.emulator.emulator import Emulator
 from wattgym.envs.emulator.phases import load_phase_families
@@ -242,3 +243,12 @@ def test_the_page_on_calibration_shows_valid_files(tmp_path):
     settings = yaml.safe_load(site)["site"]
     assert settings["jobs"] == len(loaded.jobs)
     Emulator(PowerShapingConfig.model_validate({"site": settings | {"profile": str(tmp_path / "plant.yaml")}}))
+
+
+def test_a_calibrated_site_is_not_evaluated_as_held_out_plants(tmp_path):
+    env = PowerShapingConfig.model_validate({"site": {"jobs": 1, "profile": write(tmp_path, JOB)}})
+    config = held_out(env, "regd", "test", 900.0)
+    assert config.site.profile == env.site.profile
+    assert not config.site.by_split
+    assert PowerShapingConfig().site.by_split
+    Emulator(config).reset([np.random.default_rng(0)])

@@ -222,11 +222,10 @@ def _provenance(
     from wattgym.runs import git_state, installed_versions
 
     git = git_state()
-    by_split = isinstance(env.site.surfaces, str)
     return {
         "command": shlex.join(sys.argv),
         "commit": f"{git.commit}{' (with local changes)' if git.dirty else ''}" if git else "unknown",
-        "held out": f"signals{' and plants' if by_split else ''} of the {plan.split} split",
+        "held out": f"signals{' and plants' if env.site.by_split else ''} of the {plan.split} split",
         "baseline tuning": f"{tuned.budget} settings x {tuned.scenarios} training scenarios, by {tuned.objective}",
         "scenarios": plan.model_dump(mode="json"),
         "environment": env.model_dump(mode="json"),
