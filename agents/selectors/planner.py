@@ -106,7 +106,8 @@ class HorizonPlanner:
             rank = f[going] - np.where(going == 0, np.inf, 0.0)
             kept = going[np.argsort(rank, kind="stable")[: self._width]]
             beam = _Beam(after.moment.take(kept), after.played[kept])
-        return best if np.isfinite(best_time) else beam.played[0]
+        plan: BoolArray = best if np.isfinite(best_time) else beam.played[0]
+        return plan
 
     def _expand(self, truth: FederationEmulator, row: int, beam: _Beam) -> tuple[_Beam, FloatArray]:
         """Every state after every set, the first state's best next round first, and estimated times of arrival."""

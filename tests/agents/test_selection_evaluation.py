@@ -1,17 +1,18 @@
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
 
-from wattgym.agents.episodes import SelectionTrace
+from wattgym.agents.episodes import METRICS, SelectionTrace
 from wattgym.agents.report import render_report
 from wattgym.agents.results import EvaluationResult
 from wattgym.agents.selection_evaluation import SelectionPlan, evaluate_selectors, of_size
 from wattgym.agents.selection_families import read_families
 from wattgym.agents.selection_tuning import SEARCH, candidate_settings, tune_selectors
-from wattgym.agents.selectors import REFERENCE, TunedSelectors, make_selector, settings_of
+from wattgym.agents.selectors import REFERENCE, SELECTORS, TunedSelectors, make_selector, settings_of
 from wattgym.cli import main
 from wattgym.config import parse_config
 from wattgym.envs.federation.config import SiteSelectionConfig
@@ -221,3 +222,12 @@ def test_sizes_are_not_for_power_shaping(tmp_path, capsys):
     shaping.write_text("env: {site: {jobs: 2}}\n")
     assert run_cli("evaluate", "--config", shaping, "--sizes", "57", "--out", tmp_path / "out") == 2
     assert "--sizes goes with site selection only" in capsys.readouterr().err
+
+
+def test_the_page_lists_every_selector_and_metric(result):
+    page = (Path(__file__).parents[2] / "docs" / "selectors.md").read_text()
+    for name in SELECTORS:
+        assert f"| {name} |" in page
+    for name in result.metrics:
+        (line,) = (line for line in page.splitlines() if line.startswith(f"| `{name}` |"))
+        assert line.endswith(f"| {METRICS[name].better} |")
