@@ -64,11 +64,15 @@ def deploy(options: DeployOptions) -> int:
     deployment = plan_deployment(options)
     folder = RunFolder.create(deployment.folder, deployment.config(), KIND, seed=0)
     ending = Ending()
-    run = _controlled(deployment, deployment.controller, deployment.folder, ending, deployment.controller.name)
     uncapped = None
-    if options.compare and not ending.code and ending.error is None:
-        print("now the same jobs uncapped, for as long", flush=True)
-        uncapped = _controlled(deployment, deployment.uncapped(), deployment.folder / UNCAPPED, ending, "uncapped")
+    try:
+        run = _controlled(deployment, deployment.controller, deployment.folder, ending, deployment.controller.name)
+        if options.compare and not ending.code and ending.error is None:
+            print("now the same jobs uncapped, for as long", flush=True)
+            uncapped = _controlled(deployment, deployment.uncapped(), deployment.folder / UNCAPPED, ending, "uncapped")
+    except BaseException:
+        folder.set_status("failed")
+        raise
     lost = run.control_lost
     if ending.error is None and not ending.code and lost:
         ending.code = 1

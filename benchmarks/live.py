@@ -119,21 +119,25 @@ def print_throughput(folder: Path, rounds: int, seconds: float) -> None:
     alone: list[float] = []
     controlled: list[float] = []
     lateness_ms: list[float] = []
+    used_s = spent_s = 0.0
     for turn in range(rounds):
         alone.append(free_speed(folder / f"alone{turn}", seconds))
         with LivePlant(live, 2.0, CommandRules(), folder / f"controlled{turn}") as plant:
             plant.reset([np.random.default_rng(0)])
             limit = plant.spec.max_limit_w
-            (before,), begun_s = plant.job_status, time.monotonic()
+            (before,), begun_s, used_before_s = plant.job_status, time.monotonic(), time.process_time()
             for _ in range(max(round(seconds / 2.0), 1)):
                 plant.apply(limit)
                 plant.advance()
             (after,) = plant.job_status
-            controlled.append((after.samples - before.samples) / (time.monotonic() - begun_s))
+            elapsed_s = time.monotonic() - begun_s
+            controlled.append((after.samples - before.samples) / elapsed_s)
+            used_s, spent_s = used_s + time.process_time() - used_before_s, spent_s + elapsed_s
             lateness_ms += [1000 * late for late in plant.ticks.lateness_s]
         print(f"  round {turn + 1}: alone {alone[-1]:.1f} samples/s, controlled {controlled[-1]:.1f} samples/s")
     print(f"tick lateness                    p50 {np.percentile(lateness_ms, 50):.2f} ms   "
           f"p99 {np.percentile(lateness_ms, 99):.2f} ms")  # fmt: skip
+    print(f"processor time of control        {100 * used_s / spent_s:.1f} % of one core")
     ratio = np.sum(controlled) / np.sum(alone)
     print(f"throughput with the controller   {ratio:.3f} of that without   (aim: at least 0.98)")
 

@@ -8,12 +8,14 @@ import pytest
 import yaml
 
 from wattgym.agents.bundle import load_bundle
-from wattgym.agents.deploy import Ending, stoppable
+from wattgym.agents.deploy import Ending, deploy, stoppable
 from wattgym.agents.deploy_plan import DeployOptions, duration_s, plan_deployment
 from wattgym.agents.deploy_report import compare_losses, write_losses
 from wattgym.agents.export import export_bundle
 from wattgym.agents.tick_log import TickLog, convert_to_parquet
+from wattgym.envs.live.plant import LivePlant
 from wattgym.errors import UserError
+from wattgym.runs import RunFolder
 
 TINY = {"model": {"source": "tiny"}, "data": {"max_records": 50, "holdout": 4}}
 
@@ -105,6 +107,24 @@ def test_losses_are_compared_at_equal_samples(folder):
     ]  # fmt: skip
     with pytest.raises(UserError, match="cannot read the losses"):
         compare_losses(folder / "a", folder / "c", 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"), [(RuntimeError("a bug"), RuntimeError), (UserError("no such model"), UserError)]
+)
+def test_whatever_ends_a_run_the_plant_is_closed_and_the_run_marked_as_failed(folder, monkeypatch, error, raised):
+    closed = []
+
+    def fail(plant, rngs):
+        raise error
+
+    monkeypatch.setattr(LivePlant, "reset", fail)
+    monkeypatch.setattr(LivePlant, "close", lambda plant: closed.append(plant))
+    with pytest.raises(raised, match=str(error)):
+        deploy(DeployOptions("PI", job="job.yaml", out=folder / "out"))
+    assert len(closed) == 1
+    assert RunFolder.open(folder / "out", "deployment").info.status == "failed"
+    assert (folder / "out" / "ticks.csv").read_text() == ""
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
