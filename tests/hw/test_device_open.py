@@ -87,3 +87,26 @@ def test_real_devices_are_opened_without_loading_anything_heavy(standin):
     )
     result = subprocess.run([sys.executable, "-c", code], env=standin.env(), capture_output=True, text=True, timeout=60)
     assert result.stdout.strip() == "[]", result.stderr
+
+
+def test_a_seed_in_the_address_draws_the_board(tmp_path):
+    def drawn(address, **options):
+        device = open_device(address, "simulated", **options)
+        device.set_demand(1.0)
+        return device._board.training_w
+
+    plain, seven = drawn("h100-sxm:0"), drawn("h100-sxm:0@7")
+    assert plain == 620.0
+    assert seven != plain
+    assert seven == drawn("SIM-h100-sxm-0@7")
+    # A shared state remembers the seed, and refuses another.
+    assert drawn("h100-sxm:1@7", state_dir=tmp_path) == seven
+    assert drawn("h100-sxm:1", state_dir=tmp_path) == seven
+    with pytest.raises(UserError, match="drawn from seed 7, not 8; take another number"):
+        open_device("h100-sxm:1@8", "simulated", state_dir=tmp_path)
+
+
+@pytest.mark.parametrize("address", ["h100-sxm:0@", "h100-sxm:0@-1", "h100-sxm@x", "@7"])
+def test_a_seed_that_is_no_number_is_refused(address):
+    with pytest.raises(DeviceNotFoundError, match="PRESET:N"):
+        open_device(address, "simulated")
