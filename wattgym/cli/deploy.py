@@ -14,9 +14,9 @@ def deploy(
     duration: Annotated[str, typer.Option(help="How long: 90s, 10m, 2h, or seconds.")] = "10m",
     start: Annotated[float, typer.Option(help="Where in the signal to begin, seconds.")] = 0.0,
     backend: Annotated[str | None, typer.Option(help="simulated or nvml; default: simulated.")] = None,
-    device: Annotated[list[str] | None, typer.Option(help="One per job: UUID, index, cuda:N; simulated: PRESET:N.")] = (
-        None
-    ),
+    device: Annotated[
+        list[str] | None, typer.Option(help="Device of one more job: UUID, index, cuda:N; simulated: PRESET:N.")
+    ] = None,
     jobs: Annotated[int | None, typer.Option(help="Training jobs; default: what the bundle controls, else 2.")] = None,
     job: Annotated[str | None, typer.Option(help="lora (SmolLM2), tiny, or a job's YAML file; default: lora.")] = None,
     live: Annotated[Path | None, typer.Option(help="The whole live plant as YAML (see configs/live).")] = None,
