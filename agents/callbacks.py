@@ -6,15 +6,12 @@ import shutil
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.vec_env import VecNormalize
 
 from wattgym.agents.checkpoint import policy_controller, save_checkpoint
-from wattgym.agents.config import TrainingConfig
-from wattgym.agents.validation import Validation
-from wattgym.envs.reward import TERMS
-from wattgym.envs.vector import PowerShapingVecEnv
+from wattgym.agents.config import AnyTrainingConfig
+from wattgym.agents.problem import Problem, Validator
 
 
 class StopTraining(KeyboardInterrupt):
@@ -31,12 +28,19 @@ class TrainingCallback(BaseCallback):
     """Validates, saves and reports at the start of rollouts, when model and environment are consistent."""
 
     def __init__(
-        self, config: TrainingConfig, folder: Path, validation: Validation, stop: StopFlag, progress: bool
+        self,
+        config: AnyTrainingConfig,
+        problem: Problem,
+        folder: Path,
+        validation: Validator,
+        stop: StopFlag,
+        progress: bool,
     ) -> None:
         """Prepares for a training.
 
         Args:
             config: The training's configuration.
+            problem: Its control problem.
             folder: Run folder.
             validation: What policies are compared on.
             stop: Looked at before each rollout.
@@ -45,12 +49,13 @@ class TrainingCallback(BaseCallback):
         super().__init__()
         self.best_reward: float | None = None
         self._config = config
+        self._problem = problem
         self._folder = folder
         self._stop = stop
         self._show = progress
         self._bar: Any = None
         self._validation = validation
-        self._next_validation = config.validation.every_steps
+        self._next_validation = config.validate_steps
         self._next_checkpoint = config.train.checkpoint_steps
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -58,6 +63,10 @@ class TrainingCallback(BaseCallback):
         self.best_reward = state["best_reward"]
         self._next_validation = state["next_validation"]
         self._next_checkpoint = state["next_checkpoint"]
+
+    def validate_and_save_next(self) -> None:
+        """Has the next rollout begin with a validation and a checkpoint."""
+        self._next_validation = self._next_checkpoint = 0
 
     def finish(self) -> None:
         """Last validation and checkpoint of a completed training."""
@@ -71,7 +80,7 @@ class TrainingCallback(BaseCallback):
             self._bar.close()
 
     def _on_training_start(self) -> None:
-        self._capacity_w = self._env.task.capacity_w
+        self._problem.begin(self._normalise.venv)
         if self._show:
             from tqdm import tqdm
 
@@ -82,7 +91,7 @@ class TrainingCallback(BaseCallback):
         steps = self.model.num_timesteps
         self._update_bar()
         if steps >= self._next_validation:
-            self._next_validation = steps + self._config.validation.every_steps
+            self._next_validation = steps + self._config.validate_steps
             self._validate()
         if self._stop.requested or steps >= self._next_checkpoint:
             self._next_checkpoint = steps + self._config.train.checkpoint_steps
@@ -91,16 +100,7 @@ class TrainingCallback(BaseCallback):
             raise StopTraining
 
     def _on_step(self) -> bool:
-        outcome = self._env.outcome
-        assert outcome is not None
-        for name, term in zip(TERMS, outcome.terms.mean(axis=1).tolist(), strict=True):
-            self.logger.record_mean(f"reward/{name}", term)
-        error = np.abs(outcome.power_w - outcome.target_w) / self._capacity_w
-        self.logger.record_mean("reward/total", float(outcome.reward.mean()))
-        self.logger.record_mean("rollout/mae_over_r", float(error.mean()))
-        self.logger.record_mean("rollout/throughput", float(outcome.throughput.mean()))
-        # At an episode's end the next one, with capacities of its own, has already begun.
-        self._capacity_w = self._env.task.capacity_w
+        self._problem.record(self._normalise.venv, self.logger.record_mean)
         return True
 
     @property
@@ -109,17 +109,12 @@ class TrainingCallback(BaseCallback):
         assert wrapper is not None
         return wrapper
 
-    @property
-    def _env(self) -> PowerShapingVecEnv:
-        assert isinstance(self._normalise.venv, PowerShapingVecEnv)
-        return self._normalise.venv
-
     def _update_bar(self) -> None:
         if self._bar is not None:
             self._bar.update(self.model.num_timesteps - self._bar.n)
 
     def _features(self) -> tuple[str, ...]:
-        return tuple(feature.name for feature in self._env.layout.features)
+        return self._problem.features(self._normalise.venv)
 
     def _validate(self) -> None:
         features = self._features()
@@ -140,7 +135,7 @@ class TrainingCallback(BaseCallback):
         state: dict[str, Any] = {
             "normalise": normalise,
             "returns": normalise.returns,
-            "env": self._env,
+            "env": normalise.venv,
             "callback": {
                 "best_reward": self.best_reward,
                 "next_validation": self._next_validation,

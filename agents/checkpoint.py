@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from wattgym.agents.config import Algorithm
 from wattgym.config import FrozenModel, parse_config
 from wattgym.envs.plant import FloatArray
-from wattgym.envs.shaping import ControlTask
 from wattgym.errors import UserError
 from wattgym.files import atomic_write_json, read_json_object
 
@@ -82,8 +81,20 @@ class Checkpoint:
     folder: Path
 
 
+class Task(Protocol):
+    """What a policy looks at in the task of either control problem: the observation's layout."""
+
+    @property
+    def layout(self) -> Any:
+        """Which feature lies where."""
+        ...
+
+
 class PolicyController:
-    """Acts as a model's deterministic mode does, on observations normalised by the policy's own statistics."""
+    """Acts as a model's deterministic mode does, on observations normalised by the policy's own statistics.
+
+    A policy over sites acts on federations of any number of slots.
+    """
 
     def __init__(self, model: Any, normaliser: Normaliser | None, features: tuple[str, ...], name: str) -> None:
         """Wraps a stable-baselines3 model.
@@ -98,28 +109,45 @@ class PolicyController:
         self._model = model
         self._normaliser = normaliser
         self._features = features
+        self._policy = model.policy
         self._state: Any = None
 
-    def reset(self, task: ControlTask) -> None:
+    def reset(self, task: Task) -> None:
         """Checks that the environment shows what the policy was trained on, and forgets the last episode.
 
         Raises:
             UserError: The observation differs; the message names the first feature that does.
         """
         self._state = None
-        shown = tuple(feature.name for feature in task.layout.features)
+        layout = task.layout
+        over_sites = hasattr(self._model.policy, "for_slots")
+        shown = shown_names(layout, over_sites)
         if shown != self._features:
             pairs = zip(shown, self._features, strict=False)
             first = next((f"'{a}' where the policy expects '{b}'" for a, b in pairs if a != b), None)
             detail = first or f"{len(shown)} features where the policy expects {len(self._features)}"
             raise UserError(f"'{self.name}': the environment's observation has {detail}")
+        if over_sites and (layout.size,) != self._policy.observation_space.shape:
+            self._policy = self._model.policy.for_slots(layout.slots)
 
     def act(self, observation: NDArray[np.float32]) -> FloatArray:
         """The policy's deterministic actions."""
         seen = observation if self._normaliser is None else self._normaliser.apply(observation)
         # Recurrent policies start from zeros when there is no state; the others never have one.
-        action, self._state = self._model.predict(seen, state=self._state, deterministic=True)
+        action, self._state = self._policy.predict(seen, state=self._state, deterministic=True)
         return np.asarray(action, dtype=np.float64)
+
+
+def shown_names(layout: Any, over_sites: bool = False) -> tuple[str, ...]:
+    """What an environment shows a policy, by name.
+
+    Args:
+        layout: The observation's layout.
+        over_sites: Whether the policy sees a set of sites; a site's features are then named once, not for each slot.
+    """
+    if over_sites:
+        return tuple(f.name for f in layout.global_features) + tuple(f"site.{f.name}" for f in layout.site_features)
+    return tuple(feature.name for feature in layout.features)
 
 
 def policy_controller(model: Any, features: tuple[str, ...], name: str) -> PolicyController:

@@ -1,14 +1,19 @@
-"""Configuration of a training run: environment, algorithm, validation."""
+"""Configuration of a training run: environment, algorithm, validation; one form for either control problem."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from wattgym.config import FrozenModel
+from wattgym.config import FrozenModel, parse_config, read_yaml
 from wattgym.envs.config import PowerShapingConfig
+from wattgym.envs.federation.config import SiteSelectionConfig
+from wattgym.errors import UserError
 
+Problem = Literal["power_shaping", "site_selection"]
 Algorithm = Literal["ppo", "recurrent_ppo", "sac", "tqc"]
 ON_POLICY: tuple[Algorithm, ...] = ("ppo", "recurrent_ppo")
 
@@ -17,16 +22,34 @@ class NetworkConfig(FrozenModel):
     """The policy's and the critic's network.
 
     Attributes:
-        hidden: Sizes of the hidden layers, the same for policy and critic.
+        architecture: `mlp` reads the observation as it is. `deep_sets` and `set_attention` share weights over sites, so
+            that one policy serves any number of them (site selection with PPO only).
+        hidden: Sizes of the hidden layers, the same for policy and critic; over sites all the same.
         activation: Activation between them.
         log_std_init: PPO and recurrent PPO only: logarithm of the initial exploration noise.
         lstm_hidden: Recurrent PPO only: size of the LSTM between observation and hidden layers.
+        heads: Set attention only: heads of each layer.
     """
 
+    architecture: Literal["mlp", "deep_sets", "set_attention"] = "mlp"
     hidden: tuple[int, ...] = Field(default=(128, 128), min_length=1)
     activation: Literal["tanh", "relu"] = "tanh"
     log_std_init: float = -1.0
     lstm_hidden: int = Field(default=64, ge=1)
+    heads: int = Field(default=4, ge=1)
+
+    @model_validator(mode="after")
+    def _sizes(self) -> NetworkConfig:
+        if self.over_sites and len(set(self.hidden)) > 1:
+            raise ValueError(f"'{self.architecture}' needs hidden layers of one size, got {list(self.hidden)}")
+        if self.architecture == "set_attention" and self.hidden[0] % self.heads:
+            raise ValueError(f"hidden size {self.hidden[0]} is no multiple of {self.heads} heads")
+        return self
+
+    @property
+    def over_sites(self) -> bool:
+        """Whether weights are shared over sites."""
+        return self.architecture != "mlp"
 
 
 class ValidationConfig(FrozenModel):
@@ -71,34 +94,58 @@ class TrainConfig(FrozenModel):
     threads: int = Field(default=1, ge=1)
 
 
-class TrainingConfig(FrozenModel):
-    """One training run.
+class BaseTrainingConfig(FrozenModel):
+    """What trainings for either control problem have in common.
 
     Attributes:
-        env: The environment trained in.
+        problem: Which control problem is trained for.
         train: Algorithm and budget.
         network: Networks.
-        validation: Selection of the best checkpoint.
         seed: The run's one seed.
     """
 
-    env: PowerShapingConfig = Field(default_factory=PowerShapingConfig)
+    problem: Problem
     train: TrainConfig = Field(default_factory=TrainConfig)
     network: NetworkConfig = Field(default_factory=NetworkConfig)
-    validation: ValidationConfig = Field(default_factory=ValidationConfig)
     seed: int = Field(default=0, ge=0)
 
+    @property
+    def validate_steps(self) -> int:
+        """Environment steps between validations."""
+        raise NotImplementedError
+
     @model_validator(mode="after")
-    def _network_is_read(self) -> TrainingConfig:
+    def _network_is_read(self) -> BaseTrainingConfig:
         # Keys that nothing would read are refused, as misspelt ones are.
-        default, algorithm = NetworkConfig(), self.train.algorithm
+        default, network, algorithm = NetworkConfig(), self.network, self.train.algorithm
         readers: dict[str, tuple[Algorithm, ...]] = {"log_std_init": ON_POLICY, "lstm_hidden": ("recurrent_ppo",)}
         for key, algorithms in readers.items():
-            if algorithm not in algorithms and getattr(self.network, key) != getattr(default, key):
+            if algorithm not in algorithms and getattr(network, key) != getattr(default, key):
                 raise ValueError(
                     f"network.{key} has no meaning for '{algorithm}'; it goes with {', '.join(algorithms)}"
                 )
+        if network.architecture != "set_attention" and network.heads != default.heads:
+            raise ValueError("network.heads goes with network.architecture 'set_attention'")
         return self
+
+
+class TrainingConfig(BaseTrainingConfig):
+    """A training for power shaping.
+
+    Attributes:
+        problem: Power shaping.
+        env: The environment trained in.
+        validation: Selection of the best checkpoint.
+    """
+
+    problem: Literal["power_shaping"] = "power_shaping"
+    env: PowerShapingConfig = Field(default_factory=PowerShapingConfig)
+    validation: ValidationConfig = Field(default_factory=ValidationConfig)
+
+    @property
+    def validate_steps(self) -> int:
+        """Environment steps between validations."""
+        return self.validation.every_steps
 
     @model_validator(mode="after")
     def _trains_on_training_data(self) -> TrainingConfig:
@@ -106,7 +153,189 @@ class TrainingConfig(FrozenModel):
             raise ValueError(f"env.signal.split must be 'train' in a training run, got '{self.env.signal.split}'")
         if self.env.site.surfaces in ("validation", "test"):
             raise ValueError(f"env.site.surfaces must not be the held-out split '{self.env.site.surfaces}'")
+        if self.network.over_sites:
+            raise ValueError(f"network.architecture '{self.network.architecture}' goes with problem 'site_selection'")
         return self
+
+
+class FamilyConfig(FrozenModel):
+    """One family of training scenarios.
+
+    Attributes:
+        envs: Share of the batch's environments, relative to the other families'.
+        env: The family's environment.
+    """
+
+    envs: float = Field(default=1.0, gt=0.0)
+    env: SiteSelectionConfig = Field(default_factory=SiteSelectionConfig)
+
+
+class SelectionValidationConfig(FrozenModel):
+    """How site-selection checkpoints are compared during training, on the validation split.
+
+    Attributes:
+        every_steps: Environment steps between validations.
+        scenarios: Scenarios per family; the same each time.
+    """
+
+    every_steps: int = Field(default=100_000, ge=1)
+    scenarios: int = Field(default=32, ge=1)
+
+
+class ImitationConfig(FrozenModel):
+    """Warm start on training scenarios: the policy learns from an expert, then from counterfactuals of its own choices.
+
+    Attributes:
+        expert: `oracle`: the myopic oracle, which knows the emulator's true state. `powertrip`: PowerTrip's greedy on
+            predicted efficiency. None: no warm start.
+        steps: Environment steps of expert decisions to learn from.
+        passes: After them, how often the policy plays as many steps itself and learns, for every site, what the other
+            decision would have changed in the round just played.
+        window: Shares of steps, the latest ones, that are learnt from at a time.
+        epochs: Sweeps over them after each share.
+        batch_size: Decisions a gradient step.
+        learning_rate: Step size of Adam.
+    """
+
+    expert: Literal["oracle", "powertrip"] | None = None
+    steps: int = Field(default=12_000, ge=1)
+    passes: int = Field(default=8, ge=0)
+    window: int = Field(default=4, ge=1)
+    epochs: int = Field(default=2, ge=1)
+    batch_size: int = Field(default=256, ge=1)
+    learning_rate: float = Field(default=1e-3, gt=0.0)
+
+
+class SelectionTrainingConfig(BaseTrainingConfig):
+    """A training for site selection.
+
+    Attributes:
+        problem: Site selection.
+        families: Scenarios trained on, by name; each has its part of the batch and its own validation.
+        slots: Sites that observations and actions have room for, the same in every family.
+        imitation: Warm start.
+        validation: Selection of the best checkpoint.
+    """
+
+    problem: Literal["site_selection"]
+    families: dict[str, FamilyConfig] = Field(min_length=1)
+    slots: int = Field(default=20, ge=1)
+    imitation: ImitationConfig = Field(default_factory=ImitationConfig)
+    validation: SelectionValidationConfig = Field(default_factory=SelectionValidationConfig)
+
+    @property
+    def validate_steps(self) -> int:
+        """Environment steps between validations."""
+        return self.validation.every_steps
+
+    @property
+    def envs(self) -> dict[str, SiteSelectionConfig]:
+        """Each family's environment, with the training's slots."""
+        return {
+            name: family.env.model_copy(
+                update={"sites": family.env.sites.model_copy(update={"slots": max(self.slots, family.env.sites.most)})}
+            )
+            for name, family in self.families.items()
+        }
+
+    @model_validator(mode="after")
+    def _trains_on_training_data(self) -> SelectionTrainingConfig:
+        for name, family in self.families.items():
+            for key in ("power", "network", "market"):
+                split = getattr(family.env, key).split
+                if split != "train":
+                    raise ValueError(
+                        f"families.{name}.env.{key}.split must be 'train' in a training run, got '{split}'"
+                    )
+            if family.env.sites.most > self.slots:
+                raise ValueError(f"families.{name} has up to {family.env.sites.most} sites, slots is {self.slots}")
+        return self
+
+    @model_validator(mode="after")
+    def _one_policy_fits_all(self) -> SelectionTrainingConfig:
+        (first, one), *others = self.families.items()
+        for name, other in others:
+            for key in ("action", "observation"):
+                if getattr(one.env, key) != getattr(other.env, key):
+                    raise ValueError(f"families.{name}.env.{key} differs from that of '{first}'; one policy sees both")
+            if one.env.learning.domains != other.env.learning.domains:
+                raise ValueError(f"families.{name}.env.learning.domains differs from that of '{first}'")
+        if self.network.over_sites:
+            if self.train.algorithm != "ppo":
+                raise ValueError(f"network.architecture '{self.network.architecture}' goes with train.algorithm 'ppo'")
+            if one.env.action.kind != "binary":
+                raise ValueError(
+                    f"network.architecture '{self.network.architecture}' chooses with bits: "
+                    "set env.action.kind to 'binary' in every family"
+                )
+            if self.train.normalise_observations:
+                raise ValueError(
+                    "train.normalise_observations must be false for a network over sites: "
+                    "statistics of single slots would tell equal sites apart"
+                )
+        elif self.imitation.expert is not None:
+            raise ValueError("imitation goes with a network over sites: set network.architecture")
+        return self
+
+
+AnyTrainingConfig = TrainingConfig | SelectionTrainingConfig
+
+
+def parse_training(data: Any, source: str) -> AnyTrainingConfig:
+    """Validates a training configuration of either problem; `problem` says which, power shaping if it is left out.
+
+    Args:
+        data: What the file held.
+        source: Where it is from, for messages.
+
+    Raises:
+        UserError: Names the key and the reason.
+    """
+    problem = data.get("problem", "power_shaping") if isinstance(data, dict) else "power_shaping"
+    if problem == "site_selection":
+        return parse_config(SelectionTrainingConfig, data, source)
+    if problem != "power_shaping":
+        raise UserError(f"{source}: problem is {problem!r}; valid: power_shaping, site_selection")
+    return parse_config(TrainingConfig, data, source)
+
+
+def with_family_files(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """A site-selection training's mapping with the families that it names by file in place.
+
+    A family is either a mapping or the name of a scenario file beside the configuration, whose `env` it takes; a
+    mapping may name one as `file` and change single keys of its `env`.
+
+    Args:
+        data: What the training's file held.
+        folder: Where that file lies.
+
+    Raises:
+        UserError: A scenario file cannot be read or holds no `env`.
+    """
+    families = data.get("families")
+    if not isinstance(families, dict):
+        return dict(data)
+    return {**data, "families": {name: _family(name, value, folder) for name, value in families.items()}}
+
+
+def _family(name: str, value: Any, folder: Path) -> Any:
+    value = {"file": value} if isinstance(value, str) else value
+    if not isinstance(value, dict) or "file" not in value:
+        return value
+    rest = {key: item for key, item in value.items() if key != "file"}
+    path = folder / str(value["file"])
+    scenario = read_yaml(path)
+    if not isinstance(scenario, dict) or not isinstance(scenario.get("env"), dict):
+        raise UserError(f"families.{name}: {path} holds no 'env'")
+    return {**rest, "env": _merged(scenario["env"], rest.get("env") or {})}
+
+
+def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in changes.items():
+        below = merged.get(key)
+        merged[key] = _merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return merged
 
 
 DEFAULTS: dict[Algorithm, dict[str, Any]] = {

@@ -33,6 +33,7 @@ from wattgym.agents.bundle import (
     manifest_digest,
 )
 from wattgym.agents.checkpoint import Checkpoint, Normaliser, load_checkpoint
+from wattgym.agents.config import TrainingConfig
 from wattgym.agents.onnx_policy import GOLDEN_PAIRS, Float32Array, Golden, OnnxPolicy, Recurrence, State
 from wattgym.agents.policy import Which, checkpoint_folder, training_config
 from wattgym.envs.observation import BOUND, ObservationLayout
@@ -150,6 +151,8 @@ def export_bundle(run_path: str | Path, out: str | Path, which: Which = "best") 
     _check_target(folder, out)
     run = RunFolder.open(run_path, kind="training")
     config = training_config(run)
+    if not isinstance(config, TrainingConfig):
+        raise UserError(f"{run.path}: trained for {config.problem}; bundles hold power-shaping policies")
     source = checkpoint_folder(run, which)
     checkpoint = load_checkpoint(source)
     contract = Contract.of(config.env, ObservationLayout(config.env.observation, config.env.site.jobs))

@@ -8,22 +8,21 @@ from typing import Literal
 
 from wattgym.agents.bundle import MANIFEST, BundleController, is_bundle, load_bundle
 from wattgym.agents.checkpoint import PolicyController, load_checkpoint, replaced_folder
-from wattgym.agents.config import TrainingConfig
+from wattgym.agents.config import AnyTrainingConfig, parse_training
 from wattgym.agents.controller import Controller
-from wattgym.config import parse_config
 from wattgym.errors import UserError
 from wattgym.runs import CONFIG_FILE, RunFolder
 
 Which = Literal["best", "last"]
 
 
-def training_config(run: RunFolder) -> TrainingConfig:
+def training_config(run: RunFolder) -> AnyTrainingConfig:
     """The configuration that a training run resolved.
 
     Raises:
         UserError: The file does not fit this version.
     """
-    return parse_config(TrainingConfig, run.config, str(run.path / CONFIG_FILE))
+    return parse_training(run.config, str(run.path / CONFIG_FILE))
 
 
 def checkpoint_folder(run: RunFolder, which: Which = "best") -> Path:
@@ -55,7 +54,7 @@ class TrainedPolicy:
     """
 
     controller: Controller
-    config: TrainingConfig
+    config: AnyTrainingConfig
     run: RunFolder
     steps: int
 
@@ -84,7 +83,7 @@ def load_policy(path: str | Path, which: Which = "best") -> TrainedPolicy:
 def _bundled(path: Path) -> TrainedPolicy:
     bundle = load_bundle(path)
     training = bundle.manifest.training
-    config = parse_config(TrainingConfig, training.config, f"{path / MANIFEST}: training.config")
+    config = parse_training(training.config, f"{path / MANIFEST}: training.config")
     run = RunFolder(path, training.run, training.config)
     controller = BundleController(bundle, f"{bundle.manifest.name} (bundle)")
     return TrainedPolicy(controller, config, run, training.steps)

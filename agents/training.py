@@ -1,4 +1,4 @@
-"""Trains a power-shaping policy with stable-baselines3 over the batched emulator."""
+"""Trains a policy for either control problem with stable-baselines3 over the batched emulator."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from stable_baselines3.common.logger import Logger
 
 from wattgym.agents.callbacks import StopTraining, TrainingCallback
 from wattgym.agents.checkpoint import algorithm_class, load_checkpoint, load_resume_state
-from wattgym.agents.config import DEFAULTS, ON_POLICY, TrainingConfig
+from wattgym.agents.config import DEFAULTS, ON_POLICY, AnyTrainingConfig, SelectionTrainingConfig
 from wattgym.agents.event_log import EventLog
 from wattgym.agents.policy import checkpoint_folder
-from wattgym.agents.rollout import Arena
-from wattgym.agents.validation import Validation, held_out
+from wattgym.agents.problem import Problem, problem_of
 from wattgym.errors import UserError
+from wattgym.files import atomic_write_json
 from wattgym.runs import RunFolder
 
 _SET_ELSEWHERE = {"policy", "env", "seed", "device", "policy_kwargs", "tensorboard_log", "verbose", "_init_setup_model"}
@@ -47,7 +47,9 @@ class TrainingOutcome:
     interrupted: bool
 
 
-def train(config: TrainingConfig, out: str | Path, *, resume: bool = False, progress: bool = True) -> TrainingOutcome:
+def train(
+    config: AnyTrainingConfig, out: str | Path, *, resume: bool = False, progress: bool = True
+) -> TrainingOutcome:
     """Trains a policy into a run folder.
 
     Ctrl-C or SIGTERM stop after the present rollout and save a checkpoint from which `resume` continues as if nothing
@@ -67,19 +69,22 @@ def train(config: TrainingConfig, out: str | Path, *, resume: bool = False, prog
     torch.set_num_threads(config.train.threads)
     plain = config.model_dump(mode="json")
     # Whatever is wrong with the configuration shows before a folder is touched.
-    validation = Validation(config)
-    _try_scenarios(config)
-    model = _fresh(config)
+    problem = problem_of(config)
+    validation = problem.validation()
+    problem.check()
+    model = _fresh(config, problem)
     run = RunFolder.create(
         out, plain, "training", config.seed, resume=resume, may_change=("train.total_steps", "train.checkpoint_steps")
     )
     interrupted = False
     with _stop_requests() as stop:
-        callback = TrainingCallback(config, run.path, validation, stop, progress)
+        callback = TrainingCallback(config, problem, run.path, validation, stop, progress)
         try:
             with run.recording_status():
                 if any((run.path / "checkpoints").glob("step_*")):
                     model = _resumed(run, callback)
+                else:
+                    _warm_start(model, config, run, callback, stop, progress)
                 _learn(model, config, run, callback)
         except StopTraining:
             interrupted = True
@@ -90,7 +95,7 @@ def train(config: TrainingConfig, out: str | Path, *, resume: bool = False, prog
     return TrainingOutcome(run, int(model.num_timesteps), callback.best_reward, interrupted)
 
 
-def _learn(model: Any, config: TrainingConfig, run: RunFolder, callback: TrainingCallback) -> None:
+def _learn(model: Any, config: AnyTrainingConfig, run: RunFolder, callback: TrainingCallback) -> None:
     remaining = config.train.total_steps - model.num_timesteps
     if remaining <= 0:
         # The run was complete when it was taken up again.
@@ -104,47 +109,47 @@ def _learn(model: Any, config: TrainingConfig, run: RunFolder, callback: Trainin
         model.logger.close()
 
 
-def _try_scenarios(config: TrainingConfig) -> None:
-    """Draws an episode of every signal family, because a rare one might not come up for a long time."""
-    env = config.env
-    if env.signal.trace is not None:
-        Arena(env).draw([config.seed])
+def _warm_start(
+    model: Any,
+    config: AnyTrainingConfig,
+    run: RunFolder,
+    callback: TrainingCallback,
+    stop: StopRequest,
+    progress: bool,
+) -> None:
+    """Imitates the configured expert, if there is one, and writes down what came of it."""
+    if not isinstance(config, SelectionTrainingConfig) or config.imitation.expert is None:
         return
-    for family, weight in env.signal.families.items():
-        if weight > 0:
-            Arena(held_out(env, family, "train", env.episode_s)).draw([config.seed])
+    from wattgym.agents.imitation import imitate
+
+    record = imitate(model, config, stop, progress=progress)
+    atomic_write_json(run.path / "imitation.json", record.model_dump(mode="json"))
+    # What was imitated is a policy to compare with, and not to be learnt again after a stop.
+    callback.validate_and_save_next()
 
 
-def _fresh(config: TrainingConfig) -> Any:
-    import torch
+def _fresh(config: AnyTrainingConfig, problem: Problem) -> Any:
     from stable_baselines3.common.vec_env import VecNormalize
 
-    from wattgym.envs.vector import PowerShapingVecEnv
-
     settings = _hyperparameters(config)
+    batch = problem.batch()
     env = VecNormalize(
-        PowerShapingVecEnv(config.env, config.train.num_envs),
+        batch,
         norm_obs=config.train.normalise_observations,
         norm_reward=config.train.normalise_rewards,
         gamma=settings["gamma"],
     )
-    activation = {"tanh": torch.nn.Tanh, "relu": torch.nn.ReLU}[config.network.activation]
-    policy: dict[str, Any] = {"net_arch": list(config.network.hidden), "activation_fn": activation}
-    recurrent = config.train.algorithm == "recurrent_ppo"
-    if config.train.algorithm in ON_POLICY:
-        policy["log_std_init"] = config.network.log_std_init
-    if recurrent:
-        policy["lstm_hidden_size"] = config.network.lstm_hidden
+    policy, arguments = problem.policy(batch)
     try:
         with warnings.catch_warnings():
             # What stable-baselines3 merely warns of (a mini-batch that does not divide the rollout) is a mistake too.
             warnings.simplefilter("error", UserWarning)
             return algorithm_class(config.train.algorithm)(
-                "MlpLstmPolicy" if recurrent else "MlpPolicy",
+                policy,
                 env,
                 seed=config.seed,
                 device="cpu",
-                policy_kwargs=policy,
+                policy_kwargs=arguments,
                 **settings,
             )
     except (TypeError, AssertionError, ValueError, UserWarning) as error:
@@ -168,7 +173,7 @@ def _resumed(run: RunFolder, callback: TrainingCallback) -> Any:
     return model
 
 
-def _hyperparameters(config: TrainingConfig) -> dict[str, Any]:
+def _hyperparameters(config: AnyTrainingConfig) -> dict[str, Any]:
     """Keyword arguments of the algorithm's class.
 
     Raises:

@@ -123,12 +123,14 @@ class Imagined:
         log_progress: Decrease of the logarithm of the true loss.
         per_second: Progress over length, 0 where nothing is chosen.
         energy_kwh: Facility energy, kWh.
+        progress: Domain progress S after the round, shape `(B, C, D)`.
     """
 
     seconds: FloatArray
     log_progress: FloatArray
     per_second: FloatArray
     energy_kwh: FloatArray
+    progress: FloatArray
 
 
 class FederationEmulator:
@@ -226,6 +228,7 @@ class FederationEmulator:
             log_progress=gain.reshape(shape),
             per_second=(gain / np.maximum(played.duration_s, 1e-9)).reshape(shape),
             energy_kwh=(played.energy_j.sum(axis=1) / 3.6e6).reshape(shape),
+            progress=played.progress.reshape(*shape, -1),
         )
 
     def step(self, chosen: BoolArray) -> RoundResult:

@@ -134,6 +134,34 @@ def domain_loss(config: LearningConfig, curve: Curve, progress: FloatArray) -> F
     return loss
 
 
+def remaining_progress(config: LearningConfig, curve: Curve, progress: FloatArray, target_loss: float) -> FloatArray:
+    """Even progress of all domains that is still missing to a target loss, effective site-rounds.
+
+    It is the `n` with `Σ π_d L_d(S_d + n) = L_target`: what is left to do if all that comes is evenly mixed. Its
+    decrease measures a round by what it spares the rest of the way, whereas the loss itself flatters whoever serves the
+    domain that is furthest behind.
+
+    Args:
+        config: Learning model.
+        curve: Parameters, shape `(B,)`.
+        progress: Domain progress, shape `(B, D)`.
+        target_loss: Loss to reach, above the floor, nats.
+
+    Returns:
+        Shape `(B,)`; 0 where the target is reached.
+    """
+    missing = np.zeros(progress.shape[0])
+    s0, beta = curve.s0[:, None], curve.beta[:, None]
+    # Loss is convex and falls in n, so that Newton's steps from 0 never pass the target.
+    for _ in range(8):
+        way = progress + missing[:, None]
+        above = domain_loss(config, curve, way) - config.loss_floor
+        loss = (above * curve.weights).sum(axis=1) + config.loss_floor
+        slope = (above * curve.weights * beta / (s0 + way)).sum(axis=1)
+        missing = missing + np.maximum(loss - target_loss, 0.0) / np.maximum(slope, _TINY)
+    return missing
+
+
 def accuracy(config: LearningConfig, loss: FloatArray) -> FloatArray:
     """Accuracy that goes with a loss: `accuracy_max / (1 + exp(slope (L − L_half)))`."""
     value: FloatArray = config.accuracy_max / (1.0 + np.exp(config.accuracy_slope * (loss - config.accuracy_half_loss)))

@@ -88,6 +88,11 @@ class SelectionLayout:
             Feature("alone", "decade from 1 minute", "predicted length of a round of this site alone"),
             Feature("share", "mean over sites", "its present training rate over the mean of eligible sites, minus 1"),
             Feature("power", "capacity", "power available for training"),
+            Feature(
+                "headroom",
+                "octave",
+                "power available over the least that trains, -3 at the lowest; a site below 0 pauses",
+            ),
             Feature("power_change", "tenth of the capacity", "change against the last power sample"),
             Feature("communication", "decade from 1 minute", "transfers, round trips and overhead of a round"),
             Feature("rtt", "200 ms", "round-trip time to the aggregator"),
@@ -284,6 +289,9 @@ class SelectionObserver:
         x[rows, sites["share"]] = (usable / np.maximum(mean, _LOW)[:, None] - 1.0) * exists
         per_capacity = 1.0 / np.maximum(federation.capacity_w[rows], 1.0)
         x[rows, sites["power"]] = power * per_capacity
+        least = federation.min_power_w[rows]
+        # Empty slots have no power and show 0; sites without power are at the lowest octave.
+        x[rows, sites["headroom"]] = np.log2(np.maximum(power / least, 0.125)) * exists
         x[rows, sites["power_change"]] = known.power_change_w[rows] * per_capacity * 10.0
         if self.layout.market:
             x[rows, sites["price"]] = known.price_usd_per_mwh[rows] * exists * 0.01

@@ -19,17 +19,17 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in the folder.")] = False,
 ) -> None:
     """Train a controller; Ctrl-C saves a checkpoint that --resume continues exactly."""
-    from wattgym.agents.config import TrainingConfig
+    from wattgym.agents.config import parse_training, with_family_files
     from wattgym.agents.training import train as run_training
-    from wattgym.config import parse_config, read_yaml
+    from wattgym.config import read_yaml
 
     data = read_yaml(config)
     if isinstance(data, dict):
         overrides = list(setting or [])
         overrides += [f"seed={seed}"] if seed is not None else []
         overrides += [f"train.total_steps={steps}"] if steps is not None else []
-        data = _with_overrides(data, overrides)
-    resolved = parse_config(TrainingConfig, data, str(config))
+        data = _with_overrides(with_family_files(data, config.parent), overrides)
+    resolved = parse_training(data, str(config))
     folder = out or Path("runs") / f"{config.stem}-seed{resolved.seed}"
     outcome = run_training(resolved, folder, resume=resume)
     if outcome.interrupted:
