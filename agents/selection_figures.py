@@ -36,6 +36,9 @@ def accuracy_figure(result: EvaluationResult, scenario: str) -> Figure:
         left.plot(hours[-1], trace.accuracy[-1], "o", color=style["color"], markersize=4)
         right.plot(hours[-1], trace.loss[-1], "o", color=style["color"], markersize=4)
     right.set_yscale("log")
+    # Plain numbers: powers of ten would be set as mathematics, which names in the report must not be.
+    right.yaxis.set_major_formatter("{x:g}")
+    right.yaxis.set_minor_formatter("{x:g}")
     left.set_ylabel("accuracy")
     right.set_ylabel("loss (nats)")
     for axes in (left, right):
@@ -95,7 +98,8 @@ def membership_figure(result: EvaluationResult, scenario: str) -> Figure:
         )
         panel.set_title(f"{label(trace.controller)}   {trace.t_s[-1] / 3600.0:.2f} h")
         panel.grid(visible=False)
-        panel.invert_yaxis() if not panel.yaxis_inverted() else None
+        if not panel.yaxis_inverted():
+            panel.invert_yaxis()
     names = [label(name, 18) for name in sites]
     every = max(1, math.ceil(len(sites) / 12))
     for panel in panels[:, 0]:
