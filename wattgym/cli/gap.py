@@ -86,6 +86,7 @@ def gap(
 
 
 def _print(found: Gap) -> None:
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
@@ -94,9 +95,9 @@ def _print(found: Gap) -> None:
     def text(value: float | None, sign: str = "") -> str:
         return "—" if value is None else f"{value:{sign}.4f}"
 
-    table = Table(title=f"{found.controller} on {found.signal}, {found.duration_s:g} s")
+    table = Table(title=f"{found.controller} on {found.signal}, {found.duration_s:g} s", box=SIMPLE_HEAD)
     for title in ("", "emulator", "live", "difference", "relative", "aim"):
-        table.add_column(title, justify="left" if title == "" else "right")
+        table.add_column(title, justify="left" if title == "" else "right", no_wrap=True)
     for row in found.rows:
         spread = "" if row.emulated_sd is None else f" ± {row.emulated_sd:.4f}"
         relative = "—" if row.relative is None else f"{100 * row.relative:+.1f} %"
