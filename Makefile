@@ -18,6 +18,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 quickstart: $(VENV)/.installed
 	$(BIN)/python train_controller.py --config configs/quickstart.yaml --out $(OUT)/learned --resume
 	$(BIN)/wattgym evaluate $(OUT)/learned --baselines all --split test --out $(OUT)/evaluation
+	rm -rf $(OUT)/bundle $(OUT)/live
+	$(BIN)/wattgym export $(OUT)/learned --out $(OUT)/bundle
+	$(BIN)/wattgym deploy $(OUT)/bundle --job tiny --duration 1m --out $(OUT)/live
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest
@@ -36,6 +39,9 @@ check: lint types test
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/emulator.py
+	$(BIN)/python benchmarks/site_selection.py
+	$(BIN)/python benchmarks/live.py
+	$(BIN)/python benchmarks/fail_safe.py
 
 clean:
 	rm -rf $(VENV) build $(OUT) *.egg-info
