@@ -93,14 +93,14 @@ def _print(found: Gap) -> None:
     from wattgym.agents.gap import AIMS
 
     def text(value: float | None, sign: str = "") -> str:
-        return "—" if value is None else f"{value:{sign}.4f}"
+        return "—" if value is None else f"{value:{sign}.4g}"
 
     table = Table(title=f"{found.controller} on {found.signal}, {found.duration_s:g} s", box=SIMPLE_HEAD)
-    for title in ("", "emulator", "live", "difference", "relative", "aim"):
+    for title in ("", "emulator", "live", "difference", "in %", "aim"):
         table.add_column(title, justify="left" if title == "" else "right", no_wrap=True)
     for row in found.rows:
-        spread = "" if row.emulated_sd is None else f" ± {row.emulated_sd:.4f}"
-        relative = "—" if row.relative is None else f"{100 * row.relative:+.1f} %"
+        spread = "" if row.emulated_sd is None else f" ± {row.emulated_sd:.2g}"
+        relative = "—" if row.relative is None else f"{100 * row.relative:+.1f}"
         aim = ""
         if row.metric.name in AIMS:
             bound, is_relative = AIMS[row.metric.name]
