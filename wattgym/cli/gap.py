@@ -93,10 +93,12 @@ def _print(found: Gap) -> None:
     from wattgym.agents.gap import AIMS
 
     def text(value: float | None, sign: str = "") -> str:
-        return "—" if value is None else f"{value:{sign}.4g}"
+        return "—" if value is None else f"{value:{sign}.3g}"
 
-    table = Table(title=f"{found.controller} on {found.signal}, {found.duration_s:g} s", box=SIMPLE_HEAD)
-    for title in ("", "emulator", "live", "difference", "in %", "aim"):
+    table = Table(
+        title=f"{found.controller} on {found.signal}, {found.duration_s:g} s", box=SIMPLE_HEAD, padding=(0, 0, 0, 1)
+    )
+    for title in ("", "emulator", "live", "differs", "in %", "aim"):
         table.add_column(title, justify="left" if title == "" else "right", no_wrap=True)
     for row in found.rows:
         spread = "" if row.emulated_sd is None else f" ± {row.emulated_sd:.2g}"
