@@ -11,7 +11,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from pydantic import Field
@@ -91,7 +91,7 @@ class Contract(FrozenModel):
 
     def difference(self, other: Contract) -> tuple[str, Any, Any] | None:
         """Name of the first field that differs, with this contract's value and the other's; None if they agree."""
-        mine, theirs = _flat(self.model_dump(mode="json")), _flat(other.model_dump(mode="json"))
+        mine, theirs = flat(self.model_dump(mode="json")), flat(other.model_dump(mode="json"))
         for key in [*mine, *(key for key in theirs if key not in mine)]:
             if mine.get(key) != theirs.get(key):
                 return key, mine.get(key), theirs.get(key)
@@ -130,34 +130,45 @@ class Parity(FrozenModel):
     rounding: float
 
 
-class BundleManifest(FrozenModel):
-    """Content of `bundle.json`.
+class BaseManifest(FrozenModel):
+    """Content of `bundle.json` that does not depend on the control problem.
 
     Attributes:
         schema_version: Version of the folder's layout.
-        kind: Control problem.
         name: Name in tables and logs.
         created: When the bundle was made, ISO 8601, UTC.
         packages: Versions of the libraries that made it.
-        contract: What a plant must agree on.
-        recurrence: The policy's memory; None if it has none.
         training: Where the policy comes from.
         parity: What the comparison with the training library found.
         sha256: Checksum of each file beside this one.
-        digest: Checksum of everything above.
+        digest: Checksum of everything else in the manifest.
     """
 
     schema_version: int
-    kind: Literal["power_shaping"]
     name: str = Field(min_length=1)
     created: str
     packages: dict[str, str]
-    contract: Contract
-    recurrence: Recurrence | None
     training: Training
     parity: Parity
     sha256: dict[str, str]
     digest: str
+
+
+ManifestT = TypeVar("ManifestT", bound=BaseManifest)
+
+
+class BundleManifest(BaseManifest):
+    """Content of `bundle.json` of a power-shaping policy.
+
+    Attributes:
+        kind: Control problem.
+        contract: What a plant must agree on.
+        recurrence: The policy's memory; None if it has none.
+    """
+
+    kind: Literal["power_shaping"]
+    contract: Contract
+    recurrence: Recurrence | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,6 +223,11 @@ def is_bundle(folder: str | Path) -> bool:
     return (Path(folder) / MANIFEST).is_file()
 
 
+def bundle_kind(folder: str | Path) -> Any:
+    """The control problem that a bundle claims to be for."""
+    return read_json_object(Path(folder) / MANIFEST).get("kind")
+
+
 def load_bundle(folder: str | Path) -> Bundle:
     """Loads a bundle and proves that it is whole and computes what it did when it was made.
 
@@ -223,8 +239,8 @@ def load_bundle(folder: str | Path) -> Bundle:
             pair, or the runtime is not installed.
     """
     path = Path(folder)
-    manifest = read_bundle_manifest(path)
-    content = {name: _read_checked(path / name, manifest.sha256.get(name)) for name in (POLICY, GOLDEN)}
+    manifest = read_bundle_manifest(path, BundleManifest)
+    content = {name: read_checked(path / name, manifest.sha256.get(name)) for name in (POLICY, GOLDEN)}
     shape = (len(manifest.contract.features), manifest.contract.jobs, manifest.recurrence)
     name = GOLDEN
     try:
@@ -243,8 +259,12 @@ def load_bundle(folder: str | Path) -> Bundle:
     return Bundle(manifest, policy, path)
 
 
-def read_bundle_manifest(folder: Path) -> BundleManifest:
+def read_bundle_manifest(folder: Path, model: type[ManifestT]) -> ManifestT:
     """What a bundle says of itself.
+
+    Args:
+        folder: The bundle.
+        model: Manifest of the kind that is wanted.
 
     Raises:
         UserError: It is no bundle, of another schema version, or `bundle.json` was changed after it was written.
@@ -256,7 +276,7 @@ def read_bundle_manifest(folder: Path) -> BundleManifest:
     version = data.get("schema_version")
     if version != SCHEMA_VERSION:
         raise UserError(f"{path}: schema version {version!r}, this WattGym reads version {SCHEMA_VERSION}")
-    manifest = parse_config(BundleManifest, data, str(path))
+    manifest = parse_config(model, data, str(path))
     if manifest.digest != manifest_digest(data):
         raise UserError(f"{path}: differs from its own checksum 'digest'; it was edited or damaged")
     return manifest
@@ -268,7 +288,7 @@ def manifest_digest(data: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def _read_checked(path: Path, expected: str | None) -> bytes:
+def read_checked(path: Path, expected: str | None) -> bytes:
     """A file's content, read once, so that what was checked is what is used."""
     if expected is None:
         raise UserError(f"{path.parent / MANIFEST}: sha256 has no entry for '{path.name}'")
@@ -286,7 +306,7 @@ def _read_checked(path: Path, expected: str | None) -> bytes:
     return content
 
 
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+def flat(value: Any, prefix: str = "") -> dict[str, Any]:
     """Dotted keys of nested mappings and lists."""
     if isinstance(value, dict):
         pairs = [(str(key), item) for key, item in value.items()]
@@ -294,5 +314,5 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
         pairs = [(str(i), item) for i, item in enumerate(value)]
     else:
         return {prefix: value}
-    joined = (_flat(item, f"{prefix}.{key}" if prefix else key) for key, item in pairs)
+    joined = (flat(item, f"{prefix}.{key}" if prefix else key) for key, item in pairs)
     return {key: item for part in joined for key, item in part.items()}

@@ -24,6 +24,7 @@ from wattgym.agents.bundle import (
     PARITY,
     POLICY,
     SCHEMA_VERSION,
+    BaseManifest,
     Bundle,
     BundleManifest,
     Contract,
@@ -33,9 +34,10 @@ from wattgym.agents.bundle import (
     manifest_digest,
 )
 from wattgym.agents.checkpoint import Checkpoint, Normaliser, load_checkpoint
-from wattgym.agents.config import TrainingConfig
+from wattgym.agents.config import SelectionTrainingConfig
 from wattgym.agents.onnx_policy import GOLDEN_PAIRS, Float32Array, Golden, OnnxPolicy, Recurrence, State
 from wattgym.agents.policy import Which, checkpoint_folder, training_config
+from wattgym.agents.selection_bundle import SelectionBundle, load_selection_bundle
 from wattgym.envs.observation import BOUND, ObservationLayout
 from wattgym.errors import UserError
 from wattgym.files import atomic_write_json
@@ -134,7 +136,7 @@ def _lstm_step(
     return x, torch.stack(hiddens), torch.stack(cells)
 
 
-def export_bundle(run_path: str | Path, out: str | Path, which: Which = "best") -> Bundle:
+def export_bundle(run_path: str | Path, out: str | Path, which: Which = "best") -> Bundle | SelectionBundle:
     """Writes a run's policy as a bundle, whole or not at all, and loads it back.
 
     Args:
@@ -151,10 +153,14 @@ def export_bundle(run_path: str | Path, out: str | Path, which: Which = "best") 
     _check_target(folder, out)
     run = RunFolder.open(run_path, kind="training")
     config = training_config(run)
-    if not isinstance(config, TrainingConfig):
-        raise UserError(f"{run.path}: trained for {config.problem}; bundles hold power-shaping policies")
     source = checkpoint_folder(run, which)
     checkpoint = load_checkpoint(source)
+    if isinstance(config, SelectionTrainingConfig):
+        from wattgym.agents.selection_export import selection_content
+
+        selection, files = selection_content(checkpoint, config, run, source)
+        _write(folder, out, files, selection)
+        return load_selection_bundle(folder)
     contract = Contract.of(config.env, ObservationLayout(config.env.observation, config.env.site.jobs))
     names = tuple(feature.name for feature in contract.features)
     if names != checkpoint.manifest.features:
@@ -182,13 +188,7 @@ def export_bundle(run_path: str | Path, out: str | Path, which: Which = "best") 
         packages={**installed_versions(), "onnx": metadata.version("onnx")},
         contract=contract,
         recurrence=recurrence,
-        training=Training(
-            algorithm=checkpoint.manifest.algorithm,
-            steps=checkpoint.manifest.steps,
-            checkpoint="last" if source.parent.name == "checkpoints" else "best",
-            run=run.info,
-            config=run.config,
-        ),
+        training=provenance(checkpoint, run),
         parity=Parity(
             observations=PARITY_OBSERVATIONS,
             largest_difference=difference,
@@ -199,6 +199,17 @@ def export_bundle(run_path: str | Path, out: str | Path, which: Which = "best") 
     )
     _write(folder, out, files, manifest)
     return load_bundle(folder)
+
+
+def provenance(checkpoint: Checkpoint, run: RunFolder) -> Training:
+    """Where a checkpoint's policy comes from."""
+    return Training(
+        algorithm=checkpoint.manifest.algorithm,
+        steps=checkpoint.manifest.steps,
+        checkpoint="last" if checkpoint.folder.parent.name == "checkpoints" else "best",
+        run=run.info,
+        config=run.config,
+    )
 
 
 def onnx_model(checkpoint: Checkpoint, recurrence: Recurrence | None) -> bytes:
@@ -325,7 +336,7 @@ def _check_target(folder: Path, named: str | Path) -> None:
         raise UserError(f"{named}: {what}; a bundle needs a new or empty folder, choose another --out")
 
 
-def _write(folder: Path, named: str | Path, files: dict[str, bytes], manifest: BundleManifest) -> None:
+def _write(folder: Path, named: str | Path, files: dict[str, bytes], manifest: BaseManifest) -> None:
     """Writes all files beside the target and moves the folder there in one step."""
     draft = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
     try:

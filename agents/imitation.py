@@ -39,8 +39,8 @@ from wattgym.envs.federation.arrays import BoolArray, FloatArray
 from wattgym.envs.federation.learning import remaining_progress
 from wattgym.envs.site_selection_vector import SiteSelectionVecEnv
 
-FLOOR, CEILING = 0.005, 1.0
-"""Least weight of an expert's decision, and largest weight of any."""
+FLOOR, CEILING = 0.005, 5.0
+"""Least weight of a decision, and largest: a site that pauses can cost a round many times its length."""
 
 MEMORY = 0.8
 """What an earlier round counts against the next one in the rate of progress."""
@@ -169,7 +169,7 @@ class _Expert:
         eligible = view.known.eligible
         if self._expert == "powertrip":
             best = predicted_greedy(view, GreedySettings())
-            return _Advice(best, best, eligible * 0.1)
+            return _Advice(best, best, eligible.astype(np.float64))
         # Local search alone finds what trying every set does, nearly always, in a fraction of the time.
         best = best_sets(emulator, view, exhaustive=0)
         worth = emulator.imagine(_with_flips(best)).per_second

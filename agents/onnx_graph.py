@@ -12,6 +12,20 @@ from collections.abc import Iterator
 OPERATORS = frozenset(
     {"Add", "Cast", "Clip", "Concat", "Constant", "Div", "Flatten", "Gather", "Gemm", "MatMul", "Max", "Min", "Mul"}
     | {"Identity", "Relu", "Sigmoid", "Split", "Sub", "Tanh", "Unsqueeze"}
+    # Of policies over sets of sites.
+    | {
+        "And",
+        "Exp",
+        "Greater",
+        "GreaterOrEqual",
+        "LayerNormalization",
+        "Less",
+        "LessOrEqual",
+        "Log",
+        "Pow",
+        "ReduceMax",
+    }
+    | {"ReduceMean", "ReduceMin", "ReduceSum", "Reshape", "Shape", "Slice", "Softmax", "Squeeze", "Transpose", "Where"}
 )
 """Operators a policy is made of: arithmetic and layout, without loops or branches."""
 

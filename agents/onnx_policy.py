@@ -39,13 +39,13 @@ class Recurrence(FrozenModel):
 class OnnxPolicy:
     """The network of a bundle in a single-threaded runtime."""
 
-    def __init__(self, model: bytes, features: int, jobs: int, recurrence: Recurrence | None) -> None:
+    def __init__(self, model: bytes, features: int | str, outputs: int | str, recurrence: Recurrence | None) -> None:
         """Starts the runtime.
 
         Args:
             model: Content of an ONNX file.
-            features: Length D of the observation vector.
-            jobs: Jobs J.
+            features: Length D of the observation vector, or the name of the axis where any length will do.
+            outputs: Numbers in an action, or the name of the axis.
             recurrence: Memory that the network must have; None: none.
 
         Raises:
@@ -55,7 +55,7 @@ class OnnxPolicy:
         check_graph(model)
         self._session = _session(model)
         self._recurrence = recurrence
-        _check_signature(self._session, features, jobs, recurrence)
+        _check_signature(self._session, features, outputs, recurrence)
 
     def step(
         self, observation: Float32Array, state: State | None = None, episode_start: Float32Array | None = None
@@ -128,6 +128,25 @@ class Golden:
         return arrays if self.state is None else arrays | {"hidden": self.state[0], "cell": self.state[1]}
 
 
+def read_arrays(content: bytes) -> dict[str, NDArray[Any]]:
+    """Reads an `.npz` file of plain, uncompressed arrays.
+
+    Raises:
+        ValueError: The file is damaged, compressed or holds something else.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            compressed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
+        if compressed:
+            raise ValueError(f"'{compressed[0]}' is compressed")
+        with np.load(io.BytesIO(content), allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+    except (ValueError, EOFError, MemoryError, OSError, SyntaxError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(f"not readable as plain arrays: {' '.join(str(error).split())}") from None
+    # Members that are no arrays come back as bytes.
+    return {name: array for name, array in arrays.items() if isinstance(array, np.ndarray)}
+
+
 def read_golden(content: bytes, features: int, jobs: int, recurrence: Recurrence | None) -> Golden:
     """Reads golden pairs: arrays of numbers only, of exactly the shapes that the policy implies.
 
@@ -140,17 +159,7 @@ def read_golden(content: bytes, features: int, jobs: int, recurrence: Recurrence
     Raises:
         ValueError: The file is damaged, or an array is missing or of another shape or type.
     """
-    try:
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            compressed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
-        if compressed:
-            raise ValueError(f"'{compressed[0]}' is compressed")
-        with np.load(io.BytesIO(content), allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-    except (ValueError, EOFError, MemoryError, OSError, SyntaxError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(f"not readable as plain arrays: {' '.join(str(error).split())}") from None
-    # Members that are no arrays come back as bytes.
-    arrays = {name: array for name, array in arrays.items() if isinstance(array, np.ndarray)}
+    arrays = read_arrays(content)
     observation = arrays.get("observation")
     if observation is None or observation.ndim != 3 or observation.shape[0] * observation.shape[1] != GOLDEN_PAIRS:
         raise ValueError(f"'observation' does not hold {GOLDEN_PAIRS} observations")
@@ -187,9 +196,9 @@ def _session(model: bytes) -> Any:
         raise ValueError(f"onnxruntime cannot run it: {' '.join(str(error).split())}") from None
 
 
-def _check_signature(session: Any, features: int, jobs: int, recurrence: Recurrence | None) -> None:
+def _check_signature(session: Any, features: int | str, width: int | str, recurrence: Recurrence | None) -> None:
     inputs: dict[str, list[Any]] = {"observation": ["batch", features]}
-    outputs: dict[str, list[Any]] = {"action": ["batch", jobs]}
+    outputs: dict[str, list[Any]] = {"action": ["batch", width]}
     if recurrence is not None:
         state = [recurrence.layers, "batch", recurrence.size]
         inputs |= {"hidden": state, "cell": state, "episode_start": ["batch"]}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from wattgym.agents.bundle import MANIFEST, BundleController, is_bundle, load_bundle
+from wattgym.agents.bundle import MANIFEST, Bundle, BundleController, bundle_kind, is_bundle, load_bundle
 from wattgym.agents.checkpoint import PolicyController, load_checkpoint, replaced_folder
 from wattgym.agents.config import AnyTrainingConfig, parse_training
 from wattgym.agents.controller import Controller
+from wattgym.agents.selection_bundle import SelectionBundle, SelectionBundleController, load_selection_bundle
 from wattgym.errors import UserError
 from wattgym.runs import CONFIG_FILE, RunFolder
 
@@ -81,9 +82,15 @@ def load_policy(path: str | Path, which: Which = "best") -> TrainedPolicy:
 
 
 def _bundled(path: Path) -> TrainedPolicy:
-    bundle = load_bundle(path)
+    bundle: Bundle | SelectionBundle
+    controller: Any
+    if bundle_kind(path) == "site_selection":
+        bundle = load_selection_bundle(path)
+        controller = SelectionBundleController(bundle, f"{bundle.manifest.name} (bundle)")
+    else:
+        bundle = load_bundle(path)
+        controller = BundleController(bundle, f"{bundle.manifest.name} (bundle)")
     training = bundle.manifest.training
     config = parse_training(training.config, f"{path / MANIFEST}: training.config")
     run = RunFolder(path, training.run, training.config)
-    controller = BundleController(bundle, f"{bundle.manifest.name} (bundle)")
     return TrainedPolicy(controller, config, run, training.steps)

@@ -25,6 +25,8 @@ DERIVED = ("worth", "work", "round_time", "cohort", "behind_best", "from_best", 
 
 _TINY = 1e-9
 _WORSE = -20.0
+_LEAST = -20.0
+_PER_DECADE = 0.43429448190325176
 
 
 @dataclass(frozen=True)
@@ -121,15 +123,17 @@ def _derived(layout: SetLayout, site: dict[str, Tensor], glob: dict[str, Tensor]
     rate = open_ / compute
     # Reference amounts that the site would train in a round of its own: all alike where the work is shared out.
     work = (alone - comm).clamp(min=_TINY) / compute
-    shared = _alike(torch.log10(work), open_)
+    shared = _alike(_log10(work), open_)
     own = 1.0 - shared
     worth = _worth(layout, site, glob)
-    # What a round waits for, and what weighs in its average.
+    # What a round waits for. It is compared as it is shown: a power of equal numbers need not be equal to the last bit.
+    order = shared * site["communication"] + own * site["alone"]
     cost = shared * comm + own * alone
+    # What weighs in the round's average.
     weight = open_ * (shared * rate + own * work)
     weighed = weight / weight.sum(dim=1, keepdim=True).clamp(min=_TINY)
 
-    joined = (cost.unsqueeze(1) <= cost.unsqueeze(2)).to(cost.dtype) * open_.unsqueeze(1)
+    joined = (order.unsqueeze(1) <= order.unsqueeze(2)).to(cost.dtype) * open_.unsqueeze(1)
     sums = torch.stack([rate, weighed, weighed * weighed, weighed * worth], dim=2)
     scale = weight.sum(dim=1, keepdim=True)
 
@@ -147,28 +151,34 @@ def _derived(layout: SetLayout, site: dict[str, Tensor], glob: dict[str, Tensor]
     score, time, sites = efficiency(prefix, cost)
     score = torch.where(open_ > 0.5, score, _WORSE)
     best = score.amax(dim=1, keepdim=True)
-    limit = torch.where(score >= best, cost, -1.0).amax(dim=1, keepdim=True)
-    base = open_ * (cost <= limit)
+    last = torch.where(score >= best, order, _LEAST).amax(dim=1, keepdim=True)
+    limit = 10.0**last
+    base = open_ * (order <= last)
     # The base with each site joining it, or leaving it.
     sign = 1.0 - 2.0 * base
     around = (base.unsqueeze(1) @ sums) + sign.unsqueeze(2) * sums
-    second = (base * (cost < limit) * cost).amax(dim=1, keepdim=True)
-    wait = torch.where(base > 0.5, torch.where(cost < limit, limit, second), torch.maximum(cost, limit))
+    second = 10.0 ** torch.where((base > 0.5) & (order < last), order, _LEAST).amax(dim=1, keepdim=True)
+    wait = torch.where(base > 0.5, torch.where(order < last, limit, second), torch.maximum(cost, limit))
     flipped, _, _ = efficiency(around, wait)
     joining = (sign * (flipped - best)).clamp(-3.0, 3.0)
     # The only site of a base cannot leave it.
     joining = torch.where((base > 0.5) & (base.sum(dim=1, keepdim=True) < 1.5), 3.0, joining)
     columns = (
         torch.log(worth.clamp(min=0.05)),
-        torch.log10(work).clamp(-3.0, 3.0),
-        torch.log10(time.clamp(min=_TINY)).clamp(-3.0, 3.0),
+        _log10(work).clamp(-3.0, 3.0),
+        _log10(time.clamp(min=_TINY)).clamp(-3.0, 3.0),
         torch.log(sites.clamp(min=1.0)) * 0.5,
         (score - best).clamp(min=-3.0),
-        torch.log10(cost / limit.clamp(min=_TINY)).clamp(-2.0, 2.0) * 2.0,
+        _log10(cost / limit.clamp(min=_TINY)).clamp(-2.0, 2.0) * 2.0,
         base,
         joining * 4.0,
     )
     return torch.stack([column * open_ for column in columns], dim=2)
+
+
+def _log10(value: Tensor) -> Tensor:
+    """Spelt out, because ONNX's exporter divides by a logarithm of 10 in single precision."""
+    return torch.log(value) * _PER_DECADE
 
 
 def _alike(value: Tensor, open_: Tensor) -> Tensor:

@@ -4,13 +4,21 @@ import re
 from pathlib import Path
 
 from wattgym.agents.baselines import BASELINES, make_baseline
-from wattgym.agents.config import DEFAULTS, NetworkConfig, TrainConfig, ValidationConfig
+from wattgym.agents.config import (
+    DEFAULTS,
+    ImitationConfig,
+    NetworkConfig,
+    SelectionValidationConfig,
+    TrainConfig,
+    ValidationConfig,
+)
 from wattgym.agents.episodes import METRICS
 from wattgym.agents.results import EvaluationResult
 from wattgym.agents.rollout import Arena
 from wattgym.agents.scoring import scenario_metrics
-from wattgym.agents.validation import SHOWN
+from wattgym.agents.validation import SELECTION_SHOWN, SHOWN
 from wattgym.envs.config import PowerShapingConfig
+from wattgym.envs.federation.reward import TERMS as SELECTION_TERMS
 from wattgym.envs.reward import TERMS
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -58,6 +66,20 @@ def test_every_tag_is_listed():
         assert f"`reward/{name}`" in TRAINING
     for name in SHOWN:
         assert f"`{name}`" in TRAINING
+
+
+def test_site_selection_is_listed():
+    for name, value in dict(ImitationConfig()).items():
+        assert f"`imitation.{name}`" in TRAINING
+        if name in ("steps", "passes", "window"):
+            assert rows(TRAINING)[f"imitation.{name}"] == shown(value)
+    for name in SELECTION_TERMS:
+        assert f"`reward/{name}`" in TRAINING
+    for name in SELECTION_SHOWN:
+        assert f"`{name}`" in TRAINING
+    defaults = SelectionValidationConfig()
+    assert f"is {shown(defaults.every_steps)} here" in TRAINING
+    assert f"counts {defaults.scenarios} for each family" in TRAINING
 
 
 def test_every_baseline_and_metric_is_listed():

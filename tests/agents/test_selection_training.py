@@ -1,6 +1,5 @@
 """Training for site selection: through the same code as power shaping, with the same promises."""
 
-import copy
 import json
 import shutil
 
@@ -30,42 +29,6 @@ from wattgym.envs.selection import SiteSelection
 from wattgym.envs.site_selection_vector import SiteSelectionVecEnv
 from wattgym.errors import UserError
 
-ENV = {
-    "sites": {"count": [3, 6]},
-    "action": {"kind": "binary"},
-    "goal": {"target_loss": 2.5},
-    "reward": {"form": "net"},
-}
-TINY = {
-    "problem": "site_selection",
-    "slots": 6,
-    "families": {
-        "a": {"env": {**ENV, "rounds": {"time_model": "A"}}},
-        "b": {"envs": 2, "env": {**ENV, "rounds": {"time_model": "B", "dropouts_per_hour": 1.0}}},
-    },
-    "train": {
-        "total_steps": 384,
-        "num_envs": 6,
-        "normalise_observations": False,
-        "checkpoint_steps": 96,
-        "hyperparameters": {"n_steps": 16, "n_epochs": 2, "batch_size": 48},
-    },
-    "network": {"architecture": "deep_sets", "hidden": [16, 16]},
-    "imitation": {"expert": "oracle", "steps": 60, "passes": 2, "epochs": 2, "batch_size": 32},
-    "validation": {"every_steps": 96, "scenarios": 2},
-}
-
-
-def tiny(**changes):
-    data = copy.deepcopy(TINY)
-    for key, value in changes.items():
-        *path, last = key.split("__")
-        branch = data
-        for part in path:
-            branch = branch.setdefault(part, {})
-        branch[last] = value
-    return parse_training(data, "test")
-
 
 class Go:
     requested = False
@@ -83,25 +46,25 @@ def assert_same_weights(one, other):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    return train(tiny(), tmp_path_factory.mktemp("selection") / "tiny", progress=False)
+def run(tiny_selection, tmp_path_factory):
+    return train(tiny_selection(), tmp_path_factory.mktemp("selection") / "tiny", progress=False)
 
 
 @pytest.mark.parametrize(
     "changes", [{}, {"network__architecture": "set_attention"}, {"imitation__expert": "powertrip"}]
 )
-def test_one_seed_one_training(changes, tmp_path):
-    one = train(tiny(**changes), tmp_path / "one", progress=False)
+def test_one_seed_one_training(tiny_selection, changes, tmp_path):
+    one = train(tiny_selection(**changes), tmp_path / "one", progress=False)
     torch.rand(5), np.random.rand(5)  # noqa: NPY002
-    other = train(tiny(**changes), tmp_path / "other", progress=False)
+    other = train(tiny_selection(**changes), tmp_path / "other", progress=False)
     assert one.best_reward == other.best_reward
     assert one.run.info.status == "finished"
     assert_same_weights(weights(tmp_path / "one"), weights(tmp_path / "other"))
 
 
 @pytest.mark.parametrize("changes", [{}, {"network": {"hidden": [16]}, "imitation": {}}])
-def test_resuming_continues_as_if_nothing_had_happened(changes, tmp_path, monkeypatch):
-    straight = train(tiny(**changes), tmp_path / "straight", progress=False)
+def test_resuming_continues_as_if_nothing_had_happened(tiny_selection, changes, tmp_path, monkeypatch):
+    straight = train(tiny_selection(**changes), tmp_path / "straight", progress=False)
     original = TrainingCallback._on_rollout_start
 
     def stop(self):
@@ -109,23 +72,25 @@ def test_resuming_continues_as_if_nothing_had_happened(changes, tmp_path, monkey
         original(self)
 
     monkeypatch.setattr(TrainingCallback, "_on_rollout_start", stop)
-    parted = train(tiny(**changes), tmp_path / "parted", progress=False)
+    parted = train(tiny_selection(**changes), tmp_path / "parted", progress=False)
     assert parted.interrupted
     assert parted.steps == 192
     monkeypatch.undo()
     torch.rand(5), np.random.rand(5)  # noqa: NPY002
-    resumed = train(tiny(**changes), tmp_path / "parted", resume=True, progress=False)
+    resumed = train(tiny_selection(**changes), tmp_path / "parted", resume=True, progress=False)
     assert (resumed.steps, resumed.best_reward) == (straight.steps, straight.best_reward)
     for which in ("last", "best"):
         assert_same_weights(weights(tmp_path / "straight", which), weights(tmp_path / "parted", which))
 
 
-def test_a_stop_in_the_warm_start_begins_it_anew(run, tmp_path, monkeypatch):
+def test_a_stop_in_the_warm_start_begins_it_anew(tiny_selection, run, tmp_path, monkeypatch):
     class Stop:
         requested = True
 
     with pytest.raises(StopTraining):
-        imitate(training._fresh(tiny(), problem_of(tiny())), tiny(), Stop(), progress=False)
+        imitate(
+            training._fresh(tiny_selection(), problem_of(tiny_selection())), tiny_selection(), Stop(), progress=False
+        )
     calls = []
 
     def interrupted(*arguments, **keywords):
@@ -134,9 +99,9 @@ def test_a_stop_in_the_warm_start_begins_it_anew(run, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr("wattgym.agents.imitation._sweep", interrupted)
-        assert train(tiny(), tmp_path / "run", progress=False).interrupted
+        assert train(tiny_selection(), tmp_path / "run", progress=False).interrupted
     assert calls
-    resumed = train(tiny(), tmp_path / "run", resume=True, progress=False)
+    resumed = train(tiny_selection(), tmp_path / "run", resume=True, progress=False)
     assert resumed.best_reward == run.best_reward
     assert_same_weights(weights(tmp_path / "run"), weights(run.run.path))
 
@@ -166,18 +131,18 @@ def test_the_saved_policy_acts_as_the_trained_one_on_any_number_of_sites(run, tm
         assert not selection.step(first).ineligible.any()
 
 
-def test_imitating_an_expert_learns_its_choices():
-    config = tiny(imitation__passes=0, imitation__steps=1500, imitation__epochs=12)
+def test_imitating_an_expert_learns_its_choices(tiny_selection):
+    config = tiny_selection(imitation__passes=0, imitation__steps=1500, imitation__epochs=12)
     model = training._fresh(config, problem_of(config))
     record = imitate(model, config, Go(), progress=False)
     assert record.agreement > 0.85
     assert record.value_error < 0.5
 
 
-def test_counterfactuals_beat_chance_and_the_untrained():
-    config = tiny(imitation__steps=1200, imitation__passes=3)
+def test_counterfactuals_beat_chance_and_the_untrained(tiny_selection):
+    config = tiny_selection(imitation__steps=1200, imitation__passes=3)
     model = training._fresh(config, problem_of(config))
-    validation = SelectionValidation(tiny(validation__scenarios=12))
+    validation = SelectionValidation(tiny_selection(validation__scenarios=12))
     from wattgym.agents.checkpoint import policy_controller
 
     problem = problem_of(config)
@@ -194,8 +159,8 @@ def test_discounted_rewards_end_with_the_episode():
     np.testing.assert_array_equal(_returns(reward, ended, 0.5)[:, 0], [2.0, 2.0, np.nan, np.nan])
 
 
-def test_remaining_progress_leads_to_the_target():
-    selection = SiteSelection(tiny().envs["a"])
+def test_remaining_progress_leads_to_the_target(tiny_selection):
+    selection = SiteSelection(tiny_selection().envs["a"])
     selection.reset([1, 2, 3])
     emulator = selection.emulator
     learning, curve, target = emulator.library.learning, emulator.curve, emulator.library.target_loss
@@ -207,12 +172,13 @@ def test_remaining_progress_leads_to_the_target():
     np.testing.assert_array_equal(remaining_progress(learning, curve, progress + 1000.0, target), 0.0)
 
 
-def test_validation_moves_to_held_out_weeks_and_places_and_compares_with_the_greedy():
+def test_validation_moves_to_held_out_weeks_and_places_and_compares_with_the_greedy(tiny_selection):
     from wattgym.agents.selectors import REFERENCE, make_selector
 
-    env = held_out_federation(tiny().envs["a"], "validation")
+    env = held_out_federation(tiny_selection().envs["a"], "validation")
     assert (env.power.split, env.network.split, env.market.split) == ("validation",) * 3
-    validation = SelectionValidation(tiny())
+    config = tiny_selection()
+    validation = SelectionValidation(config)
 
     class Greedy:
         name = "greedy"
@@ -228,14 +194,14 @@ def test_validation_moves_to_held_out_weeks_and_places_and_compares_with_the_gre
     scores = {}
     for family in validation._arenas:
         greedy.family = family
-        one = SelectionValidation(tiny(families={family: TINY["families"][family]}))
+        one = SelectionValidation(tiny_selection(families={family: config.families[family].model_dump()}))
         one._arenas = {family: validation._arenas[family]}
         scores[family] = one.run(greedy).reward
     assert scores == {"a": 0.0, "b": 0.0}
 
 
-def test_a_mixed_batch_is_its_parts_side_by_side():
-    envs = tiny().envs
+def test_a_mixed_batch_is_its_parts_side_by_side(tiny_selection):
+    envs = tiny_selection().envs
     parts = {name: SiteSelectionVecEnv(env, n) for (name, env), n in zip(envs.items(), (2, 3), strict=True)}
     mixed = MixedVecEnv(parts)
     alone = SiteSelectionVecEnv(envs["b"], 3)
@@ -300,16 +266,16 @@ def test_families_by_file(tmp_path):
         ({"network": {"hidden": [16]}}, "imitation goes with a network over sites"),
     ],
 )
-def test_bad_configurations_are_one_line(changes, message):
+def test_bad_configurations_are_one_line(tiny_selection, changes, message):
     with pytest.raises(UserError, match=message) as caught:
-        tiny(**changes)
+        tiny_selection(**changes)
     assert "\n" not in str(caught.value)
 
 
-def test_score_actions_are_refused_for_a_network_over_sites():
-    score = {name: {"env": {**family["env"], "action": {"kind": "score"}}} for name, family in TINY["families"].items()}
+def test_score_actions_are_refused_for_a_network_over_sites(tiny_selection):
+    score = {"env": {"action": {"kind": "score"}, "sites": {"count": [3, 6]}}}
     with pytest.raises(UserError, match="chooses with bits"):
-        tiny(families=score)
+        tiny_selection(families={"a": score})
 
 
 def test_power_shaping_refuses_a_network_over_sites():
@@ -319,8 +285,8 @@ def test_power_shaping_refuses_a_network_over_sites():
     assert ImitationConfig().expert is None
 
 
-def test_bad_scenarios_are_refused_before_a_folder_is_made(tmp_path):
-    config = tiny(families__a__env__network={"regions": ["nowhere:mars"]})
+def test_bad_scenarios_are_refused_before_a_folder_is_made(tiny_selection, tmp_path):
+    config = tiny_selection(families__a__env__network={"regions": ["nowhere:mars"]})
     with pytest.raises(UserError, match="mars"):
         train(config, tmp_path / "run", progress=False)
     assert list(tmp_path.iterdir()) == []
