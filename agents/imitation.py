@@ -42,7 +42,7 @@ from wattgym.envs.site_selection_vector import SiteSelectionVecEnv
 FLOOR, CEILING = 0.005, 5.0
 """Least weight of a decision, and largest: a site that pauses can cost a round many times its length."""
 
-MEMORY = 0.8
+MEMORY = 0.4
 """What an earlier round counts against the next one in the rate of progress."""
 
 WARMTH = 0.3
