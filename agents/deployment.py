@@ -141,7 +141,7 @@ class LiveRun:
     variant: PjmVariant = field(default_factory=lambda: pjm_variant("legacy"))
     ticks: list[Tick] = field(default_factory=list)
 
-    def run(self, started: Callable[[LiveRun], None], watch: Callable[[Tick], None]) -> None:
+    def run(self, started: Callable[[LiveRun], None], watch: Callable[[Tick], object]) -> None:
         """Runs one episode; what has passed stays in `ticks` however it ends.
 
         Args:

@@ -161,7 +161,7 @@ def run_live(
     plant: LivePlant,
     *,
     started: Callable[[LiveRun], None] = lambda run: None,
-    watch: Callable[[Tick], None] = lambda tick: None,
+    watch: Callable[[Tick], object] = lambda tick: None,
 ) -> Rollout:
     """The scenario on the live plant.
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def live_view(title: str, ticks: int, output: TextIO = sys.stdout) -> Iterator[Callable[[Tick], None]]:
+def live_view(title: str, ticks: int, output: TextIO = sys.stdout) -> Iterator[Callable[[Tick], object]]:
     """Shows ticks as they come.
 
     Args:

@@ -67,7 +67,7 @@ def tune_selectors(
     scenarios: int,
     seed: int,
     command: str,
-    progress: Callable[[str, int], None] = lambda name, done: None,
+    progress: Callable[[str, int], object] = lambda name, done: None,
 ) -> TunedSelectors:
     """Finds settings for every tunable selector on every family.
 

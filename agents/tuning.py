@@ -52,7 +52,7 @@ def tune_baselines(
     scenarios: int,
     seed: int,
     command: str,
-    progress: Callable[[str, int], None] = lambda name, done: None,
+    progress: Callable[[str, int], object] = lambda name, done: None,
 ) -> TunedGains:
     """Finds gains for every tunable baseline.
 

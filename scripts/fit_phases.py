@@ -17,8 +17,8 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
-from wattgym.envs.emulator.phases import PhaseFamily, PhaseTable
 
+from wattgym.envs.emulator.phases import PhaseFamily, PhaseTable
 from wattgym.errors import UserError
 from wattgym.files import atomic_write_text
 from wattgym.traces import load_table

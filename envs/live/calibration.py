@@ -140,7 +140,7 @@ def calibrate(
     plan: CalibrationPlan,
     *,
     command: str = "",
-    progress: Callable[[int, int], None] = lambda done, of: None,
+    progress: Callable[[int, int], object] = lambda done, of: None,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Calibration:

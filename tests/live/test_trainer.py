@@ -213,9 +213,7 @@ def test_other_records_are_refused_on_resuming(config, train, records):
 def test_memory_that_runs_out_in_an_evaluation_is_named_too(config, train, monkeypatch):
     def refuse(self, batch):
         if not torch.is_grad_enabled():
-            raise RuntimeError(
-                "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
-            )
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
         return loss_sum(self, batch)
 
     loss_sum = Trainer._loss_sum
