@@ -17,6 +17,7 @@ import importlib.util
 import json
 import random
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -153,6 +154,9 @@ def main() -> int:
         parser.error("no C compiler (gcc or cc) was found, so the NVML stand-in cannot be built")
     if wanted.trials < 1:
         parser.error(f"--trials {wanted.trials}: give at least 1")
+    # Ignored under nohup or in the background, and then by the controllers too that are to die of them.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     cases = [wanted.case] if wanted.case else list(CASES)
     with tempfile.TemporaryDirectory() as folder, simulated_machine(Path(folder), wanted.seed) as machine:
         plan = [cases[n % len(cases)] for n in range(wanted.trials)]
