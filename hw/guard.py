@@ -202,8 +202,11 @@ class Guard:
             self._log("lock_clocks", min_mhz=min_mhz, max_mhz=max_mhz, reason=reason or None)
             return True
 
-    def read(self) -> DeviceReading:
+    def read(self, *, alive: bool = True) -> DeviceReading:
         """One reading, without values that cannot be true; also a sign of life to the watchdog.
+
+        Args:
+            alive: False for a thread that reads on while the control loop itself may hang: no sign of life then.
 
         Raises:
             DeviceError: The reading failed; after several in a row, or at once for a lost device, the guard is frozen.
@@ -217,7 +220,8 @@ class Guard:
             reading = self._believable(reading)
             if self.telemetry.state is GuardState.ARMED and reading.requested_limit_mw is not None:
                 self._check_foreign(reading.requested_limit_mw)
-            self.heartbeat()
+            if alive:
+                self.heartbeat()
             return reading
 
     def heartbeat(self) -> GuardState:

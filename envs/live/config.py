@@ -44,6 +44,8 @@ class LiveConfig(FrozenModel):
         state_dir: Folder for locks, saved limits and the audit log, and for simulated devices. None: the default
             folder of `wattgym hw`; simulated devices then live and die with this process.
         guard: How strict the guards are; the command rules are the environment's.
+        hold_s: How long the last command is held while nobody controls (a learner updates, say), seconds. After that
+            and the guards' lease the devices are given back.
     """
 
     backend: Literal["simulated", "nvml"] = "simulated"
@@ -54,6 +56,7 @@ class LiveConfig(FrozenModel):
     start_timeout_s: float = Field(default=300.0, gt=0.0)
     state_dir: str | None = None
     guard: GuardConfig = Field(default_factory=GuardConfig)
+    hold_s: float = Field(default=120.0, gt=0.0)
 
     @model_validator(mode="after")
     def _usable(self) -> LiveConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from wattgym.hw.device import Device, DeviceInfo, DeviceReading
@@ -33,10 +34,13 @@ class MeteredDevice:
 
     Args:
         source: Whom to read: the guard where there is one, because reading through it is its sign of life.
+        in_control: Whether somebody still controls; if not, readings are no sign of life, and the guard's watchdog
+            gives the device back.
     """
 
-    def __init__(self, source: Guard | Device) -> None:
+    def __init__(self, source: Guard | Device, in_control: Callable[[], bool] = lambda: True) -> None:
         self._source = source
+        self._in_control = in_control
         self._info = source.info if isinstance(source, Guard) else source.info()
         self._meter = EnergyMeter()
         self._sample: PowerSample | None = None
@@ -52,7 +56,8 @@ class MeteredDevice:
         Raises:
             DeviceError: It failed.
         """
-        reading = self._source.read()
+        source = self._source
+        reading = source.read(alive=self._in_control()) if isinstance(source, Guard) else source.read()
         with self._lock:
             self._meter.add(reading)
             if reading.power_w is not None:

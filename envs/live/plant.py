@@ -98,7 +98,7 @@ class LivePlant:
         self._decisions = self._no_decisions
         self._spec: PlantSpec | None = None
         self._stop_reason = ""
-        self._start_s = 0.0
+        self._start_s = self._controlled_s = 0.0
         self._tick = 0
         self.ticks = TickStatistics()
         self.actuator: tuple[ActuatorKind, str] | None = None
@@ -161,7 +161,7 @@ class LivePlant:
                 self.close()
                 raise
         self._tick = 0
-        self._start_s = time.monotonic()
+        self._start_s = self._controlled_s = time.monotonic()
         self._decisions = self._no_decisions
         return self._telemetry()
 
@@ -235,10 +235,10 @@ class LivePlant:
         self._guards = tuple(guard for guards in access.guards for guard in guards)
         self.actuator = access.kind, access.why
         metered = [
-            [MeteredDevice(source) for source in (guards or devices)]
+            [MeteredDevice(source, self._in_control) for source in (guards or devices)]
             for guards, devices in zip(access.guards, access.devices, strict=True)
         ]
-        # The poller is also the guards' sign of life to their watchdogs, from here on to the end.
+        # The poller is also the guards' sign of life to their watchdogs, as long as somebody controls.
         self._poller = DevicePoller([device for devices in metered for device in devices])  # type: ignore[misc]
         self._poller.start()
         for j, job in enumerate(config.jobs):
@@ -326,6 +326,11 @@ class LivePlant:
         """What the limits in force let through, where nothing has been measured yet."""
         return np.array([[float(job.profile.throughput_at(np.asarray(job.actuator.limit_w))) for job in self._jobs]])
 
+    def _in_control(self) -> bool:
+        """Whether the control loop has shown itself within the time that the last command may be held."""
+        starting = self._spec is None
+        return starting or time.monotonic() - self._controlled_s <= self._config.hold_s
+
     def _check(self) -> None:
         """Ends the run when it was asked to, or when a job has died; the devices are given back first.
 
@@ -333,6 +338,7 @@ class LivePlant:
             JobDiedError: A training process has ended.
             KeyboardInterrupt: `interrupt` was called.
         """
+        self._controlled_s = time.monotonic()
         if self._stop_reason:
             raise KeyboardInterrupt(self._stop_reason)
         try:
