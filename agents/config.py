@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from wattgym.agents.episodes import Problem
 from wattgym.config import FrozenModel, parse_config, read_yaml
 from wattgym.envs.config import PowerShapingConfig
 from wattgym.envs.federation.config import SiteSelectionConfig
 from wattgym.errors import UserError
 
-Problem = Literal["power_shaping", "site_selection"]
 Algorithm = Literal["ppo", "recurrent_ppo", "sac", "tqc"]
 ON_POLICY: tuple[Algorithm, ...] = ("ppo", "recurrent_ppo")
 
@@ -110,9 +111,9 @@ class BaseTrainingConfig(FrozenModel):
     seed: int = Field(default=0, ge=0)
 
     @property
+    @abstractmethod
     def validate_steps(self) -> int:
         """Environment steps between validations."""
-        raise NotImplementedError
 
     @model_validator(mode="after")
     def _network_is_read(self) -> BaseTrainingConfig:

@@ -12,7 +12,7 @@ from wattgym.agents.controller import Controller
 from wattgym.agents.rollout import Arena
 from wattgym.agents.scoring import check_scorable, scenario_metrics
 from wattgym.agents.selection_rollout import SelectionArena
-from wattgym.agents.selection_scoring import episode_metrics
+from wattgym.agents.selection_scoring import episode_metrics, expense
 from wattgym.agents.selectors import REFERENCE, make_selector
 from wattgym.agents.selectors.selector import ObservationPolicy, Observing, Selector
 from wattgym.config import parse_config
@@ -96,24 +96,16 @@ class SelectionValidation:
         for family, arena in self._arenas.items():
             if family not in self._reference:
                 self._reference[family] = self._expenses(arena, make_selector(REFERENCE))[0]
-            expense, metrics = self._expenses(arena, Observing(controller))
-            scores[family] = {"log_gain": float(np.log(self._reference[family] / expense).mean())} | {
+            spent, metrics = self._expenses(arena, Observing(controller))
+            scores[family] = {"log_gain": float(np.log(self._reference[family] / spent).mean())} | {
                 name: float(np.mean([episode[name] for episode in metrics])) for name in SELECTION_SHOWN[1:]
             }
         return ValidationScores(float(np.mean([family["log_gain"] for family in scores.values()])), scores)
 
     def _expenses(self, arena: SelectionArena, selector: Selector) -> tuple[FloatArray, list[Mapping[str, float]]]:
         """What each episode cost; a target that was missed counts as twice the time limit."""
-        weights = arena.config.reward
         metrics = [episode_metrics(episode) for episode in arena.run(selector, self._seeds)]
-        expense = [
-            m["time_to_target_s"] * (2.0 - m["target_reached"]) / weights.time_scale_s
-            + m["energy_kwh"] * weights.energy_per_kwh
-            + m["carbon_kg"] * weights.carbon_per_kg
-            + m["cost_usd"] * weights.cost_per_usd
-            for m in metrics
-        ]
-        return np.array(expense), metrics
+        return np.array([expense(m, arena.config.reward) for m in metrics]), metrics
 
 
 def held_out_federation(env: SiteSelectionConfig, split: Split) -> SiteSelectionConfig:

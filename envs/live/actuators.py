@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -79,7 +80,7 @@ class PowerLimitActuator:
         return min(lowest_w, self.high_w)
 
 
-class _ShapedActuator:
+class _ShapedActuator(ABC):
     """An actuator whose commands are shaped here, because no guard sees them."""
 
     def __init__(self, profile: JobProfile, rules: CommandRules) -> None:
@@ -99,8 +100,9 @@ class _ShapedActuator:
             self.limit_w, self._written_s = command_w, now_s
         return int(decisions)
 
+    @abstractmethod
     def _write(self, limit_w: float) -> None:
-        raise NotImplementedError
+        """Carries out a command, W per GPU."""
 
 
 class ClockActuator(_ShapedActuator):
