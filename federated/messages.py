@@ -60,12 +60,15 @@ class TrainRequest:
         round: Number of the round, from 1.
         adapter: The global adapter.
         assignment: What to do.
+        link_s: Where a slow link is emulated in real time: seconds that the site waits before it trains and before it
+            replies, as if request and reply were on their way.
     """
 
     run_id: str
     round: int
     adapter: Adapter
     assignment: Assignment
+    link_s: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass(frozen=True)

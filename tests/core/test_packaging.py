@@ -18,7 +18,7 @@ def folder_of(package: str) -> Path:
 
 
 def test_every_folder_with_code_is_packaged():
-    tops = [ROOT / folder for folder in ("wattgym", "hw", "live", "envs", "agents")]
+    tops = [ROOT / folder for folder in ("wattgym", "hw", "live", "envs", "agents", "federated")]
     found = {path.parent for top in tops for path in top.rglob("__init__.py")}
     assert found == {folder_of(p) for p in SETUP["packages"] if p != "wattgym.datasets"}
     assert not list((ROOT / "datasets").rglob("*.py"))

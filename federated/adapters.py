@@ -1,0 +1,89 @@
+"""Adapters on the wire and on disk: safetensors bytes, read without executing anything, and checked before use."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import numpy as np
+
+from wattgym.errors import UserError
+from wattgym.federated.messages import Adapter
+
+FACTOR_A, FACTOR_B = "lora_A.weight", "lora_B.weight"
+"""How the names of a LoRA layer's two factors end in peft's state dict; the layer adds `scale · B @ A`."""
+
+
+class AdapterError(UserError):
+    """An adapter that must not be used."""
+
+
+def to_bytes(adapter: Adapter) -> bytes:
+    """An adapter as safetensors; equal adapters give equal bytes."""
+    from safetensors.numpy import save
+
+    return save({name: np.ascontiguousarray(adapter[name]) for name in sorted(adapter)}, metadata={"format": "pt"})
+
+
+def from_bytes(data: bytes) -> Adapter:
+    """Reads an adapter.
+
+    Raises:
+        AdapterError: The bytes are no safetensors, or hold arrays that are not float32.
+    """
+    from safetensors import SafetensorError
+    from safetensors.numpy import load
+
+    try:
+        arrays = load(data)
+    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise AdapterError(f"adapter: no safetensors: {' '.join(str(error).split())}") from None
+    for name, array in arrays.items():
+        if array.dtype != np.float32:
+            raise AdapterError(f"adapter: '{name}' is {array.dtype}, expected float32")
+    return arrays
+
+
+def digest(adapter: Adapter) -> str:
+    """Identifies an adapter by its names, shapes and bits."""
+    return hashlib.sha256(to_bytes(adapter)).hexdigest()
+
+
+def shapes(adapter: Adapter) -> dict[str, tuple[int, ...]]:
+    """Shapes of its arrays."""
+    return {name: array.shape for name, array in adapter.items()}
+
+
+def size_bytes(adapter: Adapter) -> int:
+    """Bytes of its weights."""
+    return sum(array.nbytes for array in adapter.values())
+
+
+def check_form(adapter: Adapter, expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuses an adapter that is not of the expected layers, shapes and type, or is not finite.
+
+    Raises:
+        AdapterError: Names the first array that is wrong.
+    """
+    missing, extra = sorted(expected.keys() - adapter.keys()), sorted(adapter.keys() - expected.keys())
+    if missing or extra:
+        what = f"has no '{missing[0]}'" if missing else f"has an unknown '{extra[0]}'"
+        raise AdapterError(f"adapter {what}")
+    for name in sorted(expected):
+        array = adapter[name]
+        if array.shape != tuple(expected[name]):
+            raise AdapterError(f"'{name}' has shape {array.shape}, expected {tuple(expected[name])}")
+        if array.dtype != np.float32:
+            raise AdapterError(f"'{name}' is {array.dtype}, expected float32")
+        if not np.isfinite(array).all():
+            raise AdapterError(f"'{name}' holds a value that is no finite number")
+
+
+def difference(adapter: Adapter, reference: Adapter) -> Adapter:
+    """What was added to a reference of the same form."""
+    return {name: array - reference[name] for name, array in adapter.items()}
+
+
+def norm(adapter: Adapter) -> float:
+    """Euclidean norm of all weights, in double precision."""
+    return float(np.sqrt(sum(float(np.sum(np.square(adapter[n], dtype=np.float64))) for n in sorted(adapter))))

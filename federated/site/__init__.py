@@ -1,0 +1,1 @@
+"""A site: the long-lived trainer process, its power controller, and the client that reaches it."""
