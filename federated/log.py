@@ -30,7 +30,11 @@ class RoundLog:
         self.path = path
         self.lines: list[tuple[RoundRecord, dict[str, Any]]] = []
         if path.is_file():
-            self.lines = _read(path)
+            content = path.read_bytes()
+            whole = content[: content.rfind(b"\n") + 1]
+            self.lines = _parse(path, whole)
+            if len(whole) < len(content):
+                path.write_bytes(whole)
 
     @property
     def records(self) -> list[RoundRecord]:
@@ -61,16 +65,13 @@ def read_log(path: str | Path) -> list[tuple[RoundRecord, dict[str, Any]]]:
     file = Path(path)
     if not file.is_file():
         raise UserError(f"{file}: no such round log")
-    return _read(file)
+    content = file.read_bytes()
+    return _parse(file, content[: content.rfind(b"\n") + 1])
 
 
-def _read(path: Path) -> list[tuple[RoundRecord, dict[str, Any]]]:
-    content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    if len(whole) < len(content):
-        path.write_bytes(whole)
+def _parse(path: Path, content: bytes) -> list[tuple[RoundRecord, dict[str, Any]]]:
     found = []
-    for number, text in enumerate(whole.decode("utf-8").splitlines(), start=1):
+    for number, text in enumerate(content.decode("utf-8", "replace").splitlines(), start=1):
         try:
             found.append(_record(json.loads(text)))
         except (ValueError, KeyError, TypeError) as error:

@@ -237,9 +237,9 @@ class FederationEmulator:
         Args:
             chosen: Sites to take part, shape `(B, N)`: all eligible, at least one where any is.
         """
-        known, hidden, federation = self.telemetry, self._hidden, self.federation
+        known, hidden = self.telemetry, self._hidden
         waited: BoolArray = ~np.asarray(known.eligible.any(axis=1))
-        played = self.model.play(federation, self.curve, self.moment(), chosen)
+        played = self._play(chosen)
         seconds = played.duration_s
         time_s = known.time_s + seconds
         if waited.any():
@@ -253,6 +253,10 @@ class FederationEmulator:
         self._refill(waited)
         self._look()
         return result
+
+    def _play(self, chosen: BoolArray) -> Played:
+        """The round as it happens; a live federation trains here."""
+        return self.model.play(self.federation, self.curve, self.moment(), chosen)
 
     def _account(self, played: Played, waited: BoolArray, seconds: FloatArray) -> RoundResult:
         known, federation = self.telemetry, self.federation
