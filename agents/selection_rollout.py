@@ -87,10 +87,10 @@ class SelectionArena:
         names = [task.names(row) for row in range(len(seeds))]
         start_loss = selection.emulator.true_loss.copy()
         length, reached = np.zeros(len(seeds), dtype=np.int64), np.zeros(len(seeds), dtype=bool)
-        steps: list[_Step] = []
+        steps: list[Step] = []
         while (length == 0).any():
             outcome = selection.step(selector.act(Turn(selection.view, observation, selection.emulator)))
-            steps.append(_Step.of(outcome))
+            steps.append(Step.of(outcome))
             observation = outcome.observation
             ended = outcome.terminated | outcome.truncated
             first = ended & (length == 0)
@@ -100,28 +100,55 @@ class SelectionArena:
                 observation = selection.reset([seeds[row] for row in rows.tolist()], rows)
                 selector.reset(selection.task, rows)
         return tuple(
-            self._episode(steps[: length[row]], row, seeds[row], names[row], bool(reached[row]), float(start_loss[row]))
+            as_episode(
+                steps[: length[row]],
+                row,
+                selection,
+                seed=seeds[row],
+                names=names[row],
+                reached=bool(reached[row]),
+                start_loss=float(start_loss[row]),
+            )
             for row in range(len(seeds))
         )
 
-    def _episode(
-        self, steps: list[_Step], row: int, seed: int, names: tuple[str, ...], reached: bool, start_loss: float
-    ) -> SelectionEpisode:
-        columns = {name: np.array([step.numbers[name][row] for step in steps]) for name in _NUMBERS}
-        sites = slice(0, len(names))
-        return SelectionEpisode(
-            seed=seed,
-            sites=names,
-            reached=reached,
-            time_limit_s=self.config.goal.time_limit_s,
-            start_loss=start_loss,
-            chosen=np.stack([step.chosen[row, sites] for step in steps]),
-            counted=np.stack([step.counted[row, sites] for step in steps]),
-            waited=np.array([step.waited[row] for step in steps]),
-            repaired=np.array([step.repaired[row] for step in steps]),
-            accuracy=accuracy(self.selection.emulator.library.learning, columns["true_loss"]),
-            **columns,
-        )
+
+def as_episode(
+    steps: Sequence[Step],
+    row: int,
+    selection: SiteSelection,
+    *,
+    seed: int,
+    names: tuple[str, ...],
+    reached: bool,
+    start_loss: float,
+) -> SelectionEpisode:
+    """The episode that steps of one row of a batch make.
+
+    Args:
+        steps: Its steps, at least one.
+        row: The row.
+        selection: The environment that it was played in.
+        seed: Scenario seed.
+        names: Names of the sites.
+        reached: Whether the target was reached.
+        start_loss: Loss before the first round, nats.
+    """
+    columns = {name: np.array([step.numbers[name][row] for step in steps]) for name in _NUMBERS}
+    sites = slice(0, len(names))
+    return SelectionEpisode(
+        seed=seed,
+        sites=names,
+        reached=reached,
+        time_limit_s=selection.config.goal.time_limit_s,
+        start_loss=start_loss,
+        chosen=np.stack([step.chosen[row, sites] for step in steps]),
+        counted=np.stack([step.counted[row, sites] for step in steps]),
+        waited=np.array([step.waited[row] for step in steps]),
+        repaired=np.array([step.repaired[row] for step in steps]),
+        accuracy=accuracy(selection.emulator.library.learning, columns["true_loss"]),
+        **columns,
+    )
 
 
 _NUMBERS = (
@@ -137,7 +164,7 @@ _NUMBERS = (
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _Step:
+class Step:
     """What is kept of a step of the whole batch."""
 
     numbers: dict[str, FloatArray]
@@ -147,7 +174,8 @@ class _Step:
     repaired: BoolArray
 
     @classmethod
-    def of(cls, outcome: SelectionOutcome) -> _Step:
+    def of(cls, outcome: SelectionOutcome) -> Step:
+        """Copies it from an outcome."""
         result = outcome.result
         # Copied: the federation goes on writing into some of its arrays.
         numbers = {
