@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from wattgym.agents.baselines import TunedGains, feedback_baseline
-from wattgym.agents.baselines.feedback import FeedbackGains
 from wattgym.agents.rollout import Arena
 from wattgym.envs.config import ActionConfig, PowerShapingConfig
+from wattgym.envs.feedback import FeedbackGains
 from wattgym.errors import UserError
 
 TUNABLE = ("PI", "feed-forward + PI")

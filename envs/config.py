@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from wattgym.config import FrozenModel
+from wattgym.envs.feedback import FeedbackGains
 from wattgym.hw.limits import CommandRules
 
 Split = Literal["train", "validation", "test"]
@@ -150,16 +151,24 @@ class ActionConfig(FrozenModel):
     Attributes:
         kind: `absolute`: −1 is the job's lowest power limit, +1 its highest. `delta`: a change of the limit.
             `residual`: added to the limit that the nominal model gives for the target (feed-forward).
-        scale: For `delta` and `residual`: the share of the limit range that an action of 1 moves.
+            `residual_pi`: added to what feed-forward + PI does, a loop in the environment: an action of 0 is that loop.
+        scale: For all but `absolute`: the share of the limit range that an action of 1 moves.
+        gains: For `residual_pi`: the loop's gains. They go wherever the actions' meaning goes, into bundles too.
     """
 
-    kind: Literal["absolute", "delta", "residual"] = "absolute"
+    kind: Literal["absolute", "delta", "residual", "residual_pi"] = "absolute"
     scale: float = Field(default=_SCALE, gt=0.0, le=1.0)
+    gains: FeedbackGains | None = None
 
     @model_validator(mode="after")
     def _read(self) -> ActionConfig:
         if self.kind == "absolute" and self.scale != _SCALE:
-            raise ValueError("scale has no meaning for kind 'absolute'; it goes with 'delta' or 'residual'")
+            raise ValueError("scale has no meaning for kind 'absolute'; it goes with the other kinds")
+        if (self.gains is None) == (self.kind == "residual_pi"):
+            raise ValueError(
+                f"gains go with kind 'residual_pi', which needs them ('wattgym tune-baselines' finds them); "
+                f"kind is '{self.kind}'"
+            )
         return self
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wattgym.envs.config import OFFERS, PowerShapingConfig, SignalConfig
+from wattgym.envs.feedback import FeedbackLoop
 from wattgym.envs.observation import ObservationBuilder, ObservationLayout, common_limit
 from wattgym.envs.plant import FloatArray, Plant, PlantSpec, Telemetry
 from wattgym.envs.reward import reward_terms
@@ -29,6 +30,7 @@ class ControlTask:
         config: The environment's configuration.
         base_w: Declared base power, shape `(B,)`, W.
         capacity_w: Offered capacity, shape `(B,)`, W.
+        loop: What actions are added to where they are `residual_pi`.
     """
 
     spec: PlantSpec
@@ -36,6 +38,13 @@ class ControlTask:
     config: PowerShapingConfig
     base_w: FloatArray
     capacity_w: FloatArray
+    loop: FeedbackLoop | None = None
+
+    @property
+    def limit_per_error(self) -> FloatArray:
+        """Limit range that an error of one capacity is worth in the nominal model, shape `(B,)`."""
+        per_error: FloatArray = self.capacity_w / (self.spec.full_w - self.spec.floor_w)
+        return per_error
 
     def action_for(self, position: FloatArray, feed_forward: FloatArray, last: FloatArray) -> FloatArray:
         """The action that asks for a position in each job's limit range.
@@ -54,7 +63,8 @@ class ControlTask:
         elif kind == "delta":
             action = (position - last) / scale
         else:
-            action = (position - feed_forward[:, None]) / scale
+            centre = feed_forward if self.loop is None else self.loop.position
+            action = (position - centre[:, None]) / scale
         clipped: FloatArray = np.clip(action, -1.0, 1.0)
         return clipped
 
@@ -99,6 +109,7 @@ class PowerShaping:
         self.plant = plant
         self.layout = ObservationLayout(config.observation, jobs)
         self._builder = ObservationBuilder(self.layout)
+        self._loop_columns = [self.layout.site("feed_forward"), self.layout.site("error_1")]
         self._families = tuple(sorted(config.signal.families))
         weights = np.array([config.signal.families[name] for name in self._families])
         self._shares = weights / weights.sum()
@@ -132,9 +143,12 @@ class PowerShaping:
         self._tick = 0
         if config.action.kind == "residual":
             self._feed_forward = common_limit(spec, self.targets_w)
-        self.task = ControlTask(spec, self.layout, config, base, capacity)
+        task = ControlTask(spec, self.layout, config, base, capacity)
+        if config.action.gains is not None:
+            task = replace(task, loop=FeedbackLoop(config.action.gains, task.limit_per_error))
         self._builder.reset(spec, self.targets_w, base, capacity)
-        return self._builder.build(telemetry)
+        self.task = task
+        return self._observe(telemetry)
 
     def step(self, actions: NDArray[np.floating]) -> Outcome:
         """Lets one control period pass.
@@ -170,7 +184,7 @@ class PowerShaping:
         terms = reward_terms(self.config.reward, (power - target) * self._per_capacity, throughput, movement)
         self._limit = telemetry.limit_w
         return Outcome(
-            observation=self._builder.build(telemetry),
+            observation=self._observe(telemetry),
             reward=terms.sum(axis=0),
             terms=terms,
             truncated=self._tick >= self.targets_w.shape[1],
@@ -187,8 +201,19 @@ class PowerShaping:
             return spec.min_limit_w + (0.5 * (action + 1.0)) * self._range
         if settings.kind == "delta":
             return self._limit + settings.scale * action * self._range
-        centre = self._feed_forward[:, self._tick, None]
+        loop = self.task.loop
+        centre = self._feed_forward[:, self._tick, None] if loop is None else loop.position[:, None]
         return spec.min_limit_w + (centre + settings.scale * action) * self._range
+
+    def _observe(self, telemetry: Telemetry) -> NDArray[np.float32]:
+        """The observation at a period's end; a loop that actions are added to acts on what it shows."""
+        observation = self._builder.build(telemetry)
+        loop = self.task.loop if self.task is not None else None
+        if loop is not None:
+            feed_forward, error = observation[:, self._loop_columns].astype(np.float64).T
+            # A live sensor may have nothing to say; then there is nothing to correct.
+            loop.step((feed_forward + 1.0) / 2.0, np.nan_to_num(error))
+        return observation
 
     def _draw_signal(self, rng: np.random.Generator) -> Signal:
         config = self.config

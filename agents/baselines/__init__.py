@@ -6,10 +6,11 @@ from pathlib import Path
 
 from pydantic import Field
 
-from wattgym.agents.baselines.feedback import Feedback, FeedbackGains
+from wattgym.agents.baselines.feedback import Feedback
 from wattgym.agents.baselines.static import RandomLimits, StaticCap, Uncapped
 from wattgym.agents.controller import Controller
 from wattgym.config import FrozenModel, load_config
+from wattgym.envs.feedback import FeedbackGains
 from wattgym.errors import UserError
 
 ENERGY_MATCHED = "energy-matched cap"

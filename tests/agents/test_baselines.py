@@ -10,10 +10,10 @@ from wattgym.agents.baselines import (
     make_baseline,
     select_baselines,
 )
-from wattgym.agents.baselines.feedback import FeedbackGains
 from wattgym.agents.baselines.static import RandomLimits, StaticCap, Uncapped
 from wattgym.agents.rollout import Arena
 from wattgym.envs.config import PowerShapingConfig
+from wattgym.envs.feedback import FeedbackGains
 from wattgym.envs.observation import common_limit
 from wattgym.errors import UserError
 
@@ -153,7 +153,7 @@ class StuckAbove:
     def reset(self, task):
         self._loop.reset(task)
         self._column = task.layout.site("error_1")
-        self.per_error = self._loop._per_error[0]
+        self.per_error = task.limit_per_error[0]
         self._tick = 0
 
     def act(self, observation):
@@ -162,7 +162,7 @@ class StuckAbove:
             seen[:, self._column] = np.maximum(seen[:, self._column], self._offset)
         self._tick += 1
         action = self._loop.act(seen)
-        self.integrals = np.append(self.integrals, self._loop._integral[0])
+        self.integrals = np.append(self.integrals, self._loop._loop._integral[0])
         self.positions = np.append(self.positions, (action[0, 0] + 1) / 2)
         return action
 
@@ -179,13 +179,41 @@ def test_the_rate_limit_bounds_every_change_of_the_limit(tmp_path):
 
 @pytest.mark.parametrize("name", [name for name in BASELINES if name != "energy-matched cap"])
 def test_limits_do_not_depend_on_what_actions_mean(name, tmp_path):
-    kinds = ({"kind": "absolute"}, {"kind": "delta", "scale": 1.0}, {"kind": "residual", "scale": 1.0})
+    kinds = (
+        {"kind": "absolute"},
+        {"kind": "delta", "scale": 1.0},
+        {"kind": "residual", "scale": 1.0},
+        {"kind": "residual_pi", "scale": 1.0, "gains": {}},
+    )
     limits = [
         arena(tmp_path, [0.0, 0.8, -0.8, 0.2], 60, action=action).run(make_baseline(name), [1, 2]).limit
         for action in kinds
     ]
     for other in limits[1:]:
         np.testing.assert_allclose(other, limits[0], atol=1e-4)
+
+
+class Still:
+    """Leaves what actions are added to as it is."""
+
+    name = "still"
+
+    def reset(self, task):
+        self._shape = task.spec.min_limit_w.shape
+
+    def act(self, observation):
+        return np.zeros(self._shape)
+
+
+def test_a_residual_of_zero_is_feed_forward_with_pi():
+    base = {"episode_s": 1200.0, "signal": {"families": {"rega": 1.0}}, "site": {"jobs": 3}}
+    action = {"kind": "residual_pi", "scale": 0.2, "gains": GAINS.model_dump() | {"rate": 0.3}}
+    added = Arena(PowerShapingConfig(**base, action=action)).run(Still(), [1, 2])
+    alone = Arena(PowerShapingConfig(**base)).run(
+        feedback_baseline("feed-forward + PI", GAINS.model_copy(update={"rate": 0.3})), [1, 2]
+    )
+    np.testing.assert_allclose(added.power_w, alone.power_w, rtol=1e-12)
+    np.testing.assert_allclose(added.limit, alone.limit, atol=1e-12)
 
 
 def test_uncapped_never_limits(tmp_path):

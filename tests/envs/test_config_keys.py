@@ -1,6 +1,7 @@
 """Every configuration key changes what an episode looks like; a key that nothing reads fails here."""
 
 from pathlib import Path
+from types import NoneType, UnionType
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ BASE = {
 REGA = {"signal": {"families": {"rega": 1.0}}}
 TRACE = {"signal": {"trace": "rega"}}
 RESIDUAL = {"action": {"kind": "residual"}}
+LOOP = {"action": {"kind": "residual_pi", "gains": {"proportional": 0.3, "integral": 0.1, "rate": 0.2}}}
 OFFER = {"base": 0.5, "capacity": 0.3, "of": "band"}
 OFFERED = {"signal": {"offers": {"synthetic_regd": OFFER}}}
 FAST = {"period_s": 1.0, "rules": {"raise_window_s": 1.0}}
@@ -45,6 +47,9 @@ ALTERNATIVES = {
     "signal.offers.*.of": ("base", {"signal": {"offers": {"synthetic_regd": {**OFFER, "capacity": 0.1}}}}),
     "action.kind": ("delta", {}),
     "action.scale": (0.1, RESIDUAL),
+    "action.gains.proportional": (0.1, LOOP),
+    "action.gains.integral": (0.3, LOOP),
+    "action.gains.rate": (0.05, LOOP),
     "observation.preview_periods": (2, {}),
     "observation.error_history": (1, {}),
     "observation.command_history": (1, {}),
@@ -71,6 +76,8 @@ def leaves(model, prefix=""):
     """Dotted names of every leaf key, `*` for the keys of mappings to models."""
     for name, field in model.model_fields.items():
         kind = field.annotation
+        if isinstance(kind, UnionType):  # a part that may be left out
+            kind = next((part for part in kind.__args__ if part is not NoneType), kind)
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             yield from leaves(kind, f"{prefix}{name}.")
             continue
@@ -145,6 +152,8 @@ def test_the_same_configuration_gives_the_same_trajectory():
         ({"signal": {"trace": "rega", "families": {"regd": 1.0}}}, "trace and families exclude each other"),
         ({"signal": {"families": {"recorded": 1.0}}}, "unknown signal family 'recorded'"),
         ({"action": {"scale": 0.1}}, "scale has no meaning for kind 'absolute'"),
+        ({"action": {"gains": {}}}, "gains go with kind 'residual_pi'"),
+        ({"action": {"kind": "residual_pi"}}, "which needs them"),
     ],
 )
 def test_misspelt_and_unread_keys_are_refused(data, message):
