@@ -113,6 +113,7 @@ def print_throughput(folder: Path, rounds: int, seconds: float) -> None:
     """Training with a controller whose cap never binds over the same job alone, by turns; and the ticks' lateness."""
     from wattgym.envs.live.config import LiveConfig
     from wattgym.envs.live.plant import LivePlant
+    from wattgym.envs.plant import Command
     from wattgym.hw.limits import CommandRules
 
     live = LiveConfig.model_validate({"jobs": [{"devices": ["h100-sxm:0"], "training": TRAINING, "pace": 1.0}]})
@@ -127,7 +128,7 @@ def print_throughput(folder: Path, rounds: int, seconds: float) -> None:
             limit = plant.spec.max_limit_w
             (before,), begun_s, used_before_s = plant.job_status, time.monotonic(), time.process_time()
             for _ in range(max(round(seconds / 2.0), 1)):
-                plant.apply(limit)
+                plant.apply(Command(limit))
                 plant.advance()
             (after,) = plant.job_status
             elapsed_s = time.monotonic() - begun_s

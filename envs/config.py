@@ -8,9 +8,38 @@ from pydantic import Field, model_validator
 
 from wattgym.config import FrozenModel
 from wattgym.envs.feedback import FeedbackGains
+from wattgym.envs.knobs import KNOBS, MIN_DUTY, KnobName
 from wattgym.hw.limits import CommandRules
 
 Split = Literal["train", "validation", "test"]
+
+
+class KnobPhysics(FrozenModel):
+    """What knobs beside the power limit do to an emulated job. Ranges are uniform; controllers know their middle.
+
+    Attributes:
+        step_s: Length of an optimiser step at full speed, seconds; knobs change between steps.
+        comm_share: Range of the share of a synchronous step spent in communication. Assumption.
+        straggler_share: Range of the share of a synchronous step that ranks wait for the slowest. Assumption.
+        micro_batch_switch_s: Training time lost by a change of the micro-batch, seconds.
+        active_gpus_switch_s: Training time lost by a change of the active GPUs, seconds.
+        local_steps_switch_s: Training time lost by a change of the local steps, seconds.
+    """
+
+    step_s: float = Field(default=2.0, gt=0.0, le=600.0)
+    comm_share: tuple[float, float] = (0.05, 0.15)
+    straggler_share: tuple[float, float] = (0.01, 0.05)
+    micro_batch_switch_s: float = Field(default=0.2, ge=0.0, le=600.0)
+    active_gpus_switch_s: float = Field(default=0.5, ge=0.0, le=600.0)
+    local_steps_switch_s: float = Field(default=0.0, ge=0.0, le=600.0)
+
+    @model_validator(mode="after")
+    def _shares(self) -> KnobPhysics:
+        for name in ("comm_share", "straggler_share"):
+            low, high = getattr(self, name)
+            if not 0.0 <= low <= high <= 0.45:
+                raise ValueError(f"{name} needs 0 <= low <= high <= 0.45, got {low:g}, {high:g}")
+        return self
 
 
 class SiteConfig(FrozenModel):
@@ -29,6 +58,7 @@ class SiteConfig(FrozenModel):
         control_delay_periods: Fewest and most whole periods by which a command acts late (control network).
         command_loss: Probability that a command is lost and the previous one stays in force.
         host_w_per_gpu: Power of hosts per GPU that no limit changes, W.
+        knobs: What knobs beside the power limit do.
     """
 
     jobs: int = Field(default=4, ge=1, le=4096)
@@ -42,6 +72,7 @@ class SiteConfig(FrozenModel):
     control_delay_periods: tuple[int, int] = (0, 1)
     command_loss: float = Field(default=0.005, ge=0.0, lt=1.0)
     host_w_per_gpu: float = Field(default=0.0, ge=0.0, le=2000.0)
+    knobs: KnobPhysics = Field(default_factory=KnobPhysics)
 
     @model_validator(mode="after")
     def _sane(self) -> SiteConfig:
@@ -146,22 +177,34 @@ class SignalConfig(FrozenModel):
 
 
 class ActionConfig(FrozenModel):
-    """What an action in [-1, 1] per job means.
+    """What an action in [-1, 1] per knob and job means.
 
     Attributes:
-        kind: `absolute`: −1 is the job's lowest power limit, +1 its highest. `delta`: a change of the limit.
+        knobs: Knobs that actions set, in the order of `wattgym.envs.knobs.KNOBS`; the others stay neutral.
+        kind: `absolute`: −1 is the lowest end of a knob's range (the job's lowest power limit), +1 its highest.
+            `delta`: a change of the limit, or of another knob's position.
             `residual`: added to the limit that the nominal model gives for the target (feed-forward).
             `residual_pi`: added to what feed-forward + PI does, a loop in the environment: an action of 0 is that loop.
-        scale: For all but `absolute`: the share of the limit range that an action of 1 moves.
+            Both kinds of residual leave other knobs neutral from 0 up, and reach their lowest end at −1.
+        scale: For all but `absolute`: the share of the limit range that an action of 1 moves; for `delta`, of every
+            knob's range.
         gains: For `residual_pi`: the loop's gains. They go wherever the actions' meaning goes, into bundles too.
     """
 
+    knobs: tuple[KnobName, ...] = ("power_limit",)
     kind: Literal["absolute", "delta", "residual", "residual_pi"] = "absolute"
     scale: float = Field(default=_SCALE, gt=0.0, le=1.0)
     gains: FeedbackGains | None = None
 
+    @property
+    def beside_limit(self) -> tuple[KnobName, ...]:
+        """Enabled knobs other than the power limit."""
+        return tuple(name for name in self.knobs if name != "power_limit")
+
     @model_validator(mode="after")
     def _read(self) -> ActionConfig:
+        if not self.knobs or self.knobs != tuple(name for name in KNOBS if name in self.knobs):
+            raise ValueError(f"knobs must be some of {', '.join(KNOBS)}, once each and in this order")
         if self.kind == "absolute" and self.scale != _SCALE:
             raise ValueError("scale has no meaning for kind 'absolute'; it goes with the other kinds")
         if (self.gains is None) == (self.kind == "residual_pi"):
@@ -169,6 +212,36 @@ class ActionConfig(FrozenModel):
                 f"gains go with kind 'residual_pi', which needs them ('wattgym tune-baselines' finds them); "
                 f"kind is '{self.kind}'"
             )
+        return self
+
+
+class KnobRules(FrozenModel):
+    """How far and how often knobs beside the power limit may be changed, on any plant.
+
+    Attributes:
+        hysteresis: How far beyond half-way to its next setting a discrete knob must be pushed to change, in settings.
+        micro_batch_dwell_s: Least time between changes of the micro-batch, seconds.
+        active_gpus_dwell_s: Least time between changes of the active GPUs, seconds.
+        local_steps_dwell_s: Least time between changes of the local steps, seconds.
+        duty_dead_band: Changes of the duty smaller than this are not passed on.
+        min_duty: Lowest duty; 0 lets a job be paused.
+        min_active_share: Least share of a job's GPUs that stay active.
+        max_local_steps: Most optimiser steps between averages.
+    """
+
+    hysteresis: float = Field(default=0.2, ge=0.0, lt=0.5)
+    micro_batch_dwell_s: float = Field(default=10.0, ge=0.0)
+    active_gpus_dwell_s: float = Field(default=30.0, ge=0.0)
+    local_steps_dwell_s: float = Field(default=30.0, ge=0.0)
+    duty_dead_band: float = Field(default=0.01, ge=0.0, lt=0.5)
+    min_duty: float = Field(default=MIN_DUTY, ge=0.0, lt=1.0)
+    min_active_share: float = Field(default=0.0, ge=0.0, le=1.0)
+    max_local_steps: int = Field(default=8, ge=1, le=1024)
+
+    @model_validator(mode="after")
+    def _duty(self) -> KnobRules:
+        if 0.0 < self.min_duty < MIN_DUTY:
+            raise ValueError(f"min_duty must be 0 (jobs may be paused) or at least {MIN_DUTY:g}, got {self.min_duty:g}")
         return self
 
 
@@ -216,6 +289,7 @@ class PowerShapingConfig(FrozenModel):
         observation: Observation vector.
         reward: Reward weights.
         rules: The command rules of the hardware guard, in force in training too.
+        knob_rules: Rules for the knobs beside the power limit.
         period_s: Control period, seconds.
         episode_s: Episode length, seconds; episodes end truncated.
     """
@@ -226,6 +300,7 @@ class PowerShapingConfig(FrozenModel):
     observation: ObservationConfig = Field(default_factory=ObservationConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
     rules: CommandRules = Field(default_factory=CommandRules)
+    knob_rules: KnobRules = Field(default_factory=KnobRules)
     period_s: float = Field(default=2.0, ge=0.2, le=60.0)
     episode_s: float = Field(default=1200.0, gt=0.0, le=7 * 86400.0)
 
@@ -234,6 +309,11 @@ class PowerShapingConfig(FrozenModel):
         ticks = self.episode_s / self.period_s
         if abs(ticks - round(ticks)) > 1e-6 or ticks < 1:
             raise ValueError(f"episode_s {self.episode_s:g} must be a whole number of periods of {self.period_s:g} s")
+        if not self.action.beside_limit:
+            # Keys that nothing would read are refused, as misspelt ones are.
+            for where, found in (("knob_rules", self.knob_rules), ("site.knobs", self.site.knobs)):
+                if found != type(found)():
+                    raise ValueError(f"{where} is set, but action.knobs enables no knob beside the power limit")
         return self
 
     @property

@@ -8,7 +8,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from wattgym.envs.config import ObservationConfig
+from wattgym.envs.config import ObservationConfig, PowerShapingConfig
+from wattgym.envs.knob_actions import KnobSettings
+from wattgym.envs.knobs import DISCRETE, KnobName
 from wattgym.envs.plant import FloatArray, Phase, PlantSpec, Telemetry
 
 BOUND = 5.0
@@ -37,10 +39,27 @@ class ObservationLayout:
     Attributes:
         config: Optional parts.
         jobs: Jobs J.
+        knobs: Knobs that actions set.
     """
 
     config: ObservationConfig
     jobs: int
+    knobs: tuple[KnobName, ...] = ("power_limit",)
+
+    @classmethod
+    def of(cls, config: PowerShapingConfig) -> ObservationLayout:
+        """The layout of an environment."""
+        return cls(config.observation, config.site.jobs, config.action.knobs)
+
+    @property
+    def actions(self) -> int:
+        """Numbers in an action: one for each enabled knob and job, knob by knob, each for all jobs."""
+        return len(self.knobs) * self.jobs
+
+    @property
+    def beside_limit(self) -> tuple[KnobName, ...]:
+        """Enabled knobs other than the power limit."""
+        return tuple(name for name in self.knobs if name != "power_limit")
 
     @cached_property
     def site_features(self) -> tuple[Feature, ...]:
@@ -76,7 +95,26 @@ class ObservationLayout:
             Feature("phase_age", "2 minutes", "time in the present phase, at most 1"),
             Feature("share", "1", "nominal full power over the site's"),
             Feature("knee", "1", "nominal throughput at the middle of the limit range"),
+            *self._knob_features(),
         )
+
+    def _knob_features(self) -> tuple[Feature, ...]:
+        """Features of knobs beside the power limit: settings, dwell times, and their nominal effect."""
+        beside = self.beside_limit
+        shown: list[Feature] = []
+        for name in beside:
+            shown.append(Feature(name, "half range", "setting in force, 1 = neutral"))
+            if name in DISCRETE:
+                shown.append(Feature(f"{name}_dwell", "dwell time", "time until it may change again"))
+        if "micro_batch" in beside:
+            shown.append(Feature("micro_power", "full power", "nominal power at the smallest micro-batch, no limit"))
+            shown.append(Feature("micro_throughput", "full speed", "nominal throughput there"))
+        if "active_gpus" in beside or "duty_cycle" in beside:
+            shown.append(Feature("idle_power", "full power", "nominal power while nothing works"))
+        if "active_gpus" in beside or "local_steps" in beside:
+            shown.append(Feature("comm_share", "1", "nominal share of communication in a synchronous step"))
+            shown.append(Feature("straggler_share", "1", "nominal share of waiting for the slowest rank"))
+        return tuple(shown)
 
     @property
     def size(self) -> int:
@@ -111,7 +149,14 @@ class ObservationBuilder:
         self.layout = layout
         self._first = len(layout.site_features)
 
-    def reset(self, spec: PlantSpec, targets_w: FloatArray, base_w: FloatArray, capacity_w: FloatArray) -> None:
+    def reset(
+        self,
+        spec: PlantSpec,
+        targets_w: FloatArray,
+        base_w: FloatArray,
+        capacity_w: FloatArray,
+        settings: KnobSettings | None = None,
+    ) -> None:
         """Starts an episode.
 
         Args:
@@ -119,6 +164,7 @@ class ObservationBuilder:
             targets_w: Targets of every period of the episode, shape `(B, T)`, W.
             base_w: Declared base power, shape `(B,)`, W.
             capacity_w: Offered capacity, shape `(B,)`, W.
+            settings: Settings asked for beside the power limit; None where that is the only knob.
         """
         config, jobs = self.layout.config, self.layout.jobs
         batch = base_w.shape[0]
@@ -144,6 +190,9 @@ class ObservationBuilder:
         self._x[:, self.layout.job("share")] = share
         middle = spec.limit_grid.size // 2
         self._x[:, self.layout.job("knee")] = spec.throughput_table[:, :, middle]
+        self._settings = settings
+        if settings is not None:
+            self._show_table(spec, full)
         self._phase = np.full((batch, jobs), -1)
         self._phase_age = np.zeros((batch, jobs))
         self._columns = {f.name: self.layout.site(f.name) for f in self.layout.site_features}
@@ -185,7 +234,33 @@ class ObservationBuilder:
         x[:, job["power"]] = telemetry.sensor_w * self._per_half_full - 1.0
         x[:, job["throughput"]] = 2.0 * telemetry.throughput - 1.0
         self._show_phase(telemetry.phase)
+        if self._settings is not None:
+            self._show_settings(self._settings, telemetry)
         return np.maximum(np.minimum(x, BOUND), -BOUND).astype(np.float32)
+
+    def _show_table(self, spec: PlantSpec, full_w: FloatArray) -> None:
+        """What the nominal table says of each job; the same all episode long."""
+        table = spec.knobs
+        assert table is not None
+        nominal = {
+            "micro_power": table.power_w[:, :, -1, -1] / full_w,
+            "micro_throughput": table.throughput[:, :, -1, -1],
+            "idle_power": table.idle_w / full_w,
+            "comm_share": table.comm_share,
+            "straggler_share": table.straggler_share,
+        }
+        shown = {feature.name for feature in self.layout.job_features}
+        for name, value in nominal.items():
+            if name in shown:
+                self._x[:, self.layout.job(name)] = value
+
+    def _show_settings(self, settings: KnobSettings, telemetry: Telemetry) -> None:
+        in_force = telemetry.in_force
+        assert in_force is not None
+        for name in settings.names:
+            self._x[:, self._job_columns[name]] = 2.0 * settings.shown(name, in_force) - 1.0
+            if name in DISCRETE:
+                self._x[:, self._job_columns[f"{name}_dwell"]] = settings.dwell_left(name)
 
     def _signal_features(self, spec: PlantSpec, targets_w: FloatArray, base_w: FloatArray) -> FloatArray:
         """The leading features, which follow from the signal alone, for every period, shape `(T, B, features)`."""

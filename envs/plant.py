@@ -1,7 +1,8 @@
 """The plant: what an environment controls, emulated or live.
 
-A plant takes power limits and gives telemetry. It computes neither observation nor reward; those are shared by all
-plants. Every array has a leading batch axis `B` (1 for a live plant) and, where it says so, a job axis `J`.
+A plant takes commands (power limits, and other knobs where a configuration enables them) and gives telemetry. It
+computes neither observation nor reward; those are shared by all plants. Every array has a leading batch axis `B` (1 for
+a live plant) and, where it says so, a job axis `J`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from wattgym.envs.knobs import Command as Command
+from wattgym.envs.knobs import KnobTable, active_speed, working_share
 from wattgym.phase import Phase as Phase
 
 FloatArray = NDArray[np.float64]
@@ -32,6 +35,7 @@ class PlantSpec:
         power_table_w: Nominal power of each job, computing, at those limits, shape `(B, J, K)`, W.
         throughput_table: Nominal throughput relative to the highest limit, shape `(B, J, K)`.
         host_w: Power of hosts that no limit changes, shape `(B,)`, W.
+        knobs: Nominal effect of the other knobs; None where the power limit is the only one.
     """
 
     period_s: float
@@ -42,10 +46,15 @@ class PlantSpec:
     power_table_w: FloatArray
     throughput_table: FloatArray
     host_w: FloatArray
+    knobs: KnobTable | None = None
 
     @property
     def floor_w(self) -> FloatArray:
-        """Lowest nominal site power while every job computes, shape `(B,)`, W."""
+        """Lowest nominal site power while every job computes on all its GPUs, shape `(B,)`, W.
+
+        The limits' floor: other knobs reach lower. Offers are relative to it whatever the knobs, so that results with
+        and without them compare at equal targets.
+        """
         floor: FloatArray = self.power_table_w[:, :, 0].sum(axis=1) + self.host_w
         return floor
 
@@ -54,6 +63,42 @@ class PlantSpec:
         """Nominal site power with no limit binding, shape `(B,)`, W."""
         full: FloatArray = self.power_table_w[:, :, -1].sum(axis=1) + self.host_w
         return full
+
+    def response(self, command: Command) -> tuple[FloatArray, FloatArray]:
+        """Nominal power and throughput of each job, computing, under a command.
+
+        Args:
+            command: Limits beyond a job's range count as its nearest end.
+
+        Returns:
+            Power, W, and throughput relative to the neutral setting, both `(B, J)`.
+
+        Raises:
+            UserError: A job cannot have the commanded micro-batch.
+        """
+        span = np.maximum(self.max_limit_w - self.min_limit_w, 1e-9)
+        x = np.clip((command.limit_w - self.min_limit_w) / span, 0.0, 1.0) * (self.limit_grid.size - 1)
+        index = np.minimum(x.astype(np.intp), self.limit_grid.size - 2)
+        power, speed = self.power_table_w, self.throughput_table
+        if self.knobs is not None and command.micro_batch is not None:
+            row = self.knobs.micro_index(command.micro_batch)[..., None, None]
+            power = np.take_along_axis(self.knobs.power_w, row, axis=2)[:, :, 0]
+            speed = np.take_along_axis(self.knobs.throughput, row, axis=2)[:, :, 0]
+
+        def at(table: FloatArray) -> FloatArray:
+            left = np.take_along_axis(table, index[..., None], axis=2)[..., 0]
+            right = np.take_along_axis(table, index[..., None] + 1, axis=2)[..., 0]
+            return left + (x - index) * (right - left)
+
+        power_w, throughput = at(power), at(speed)
+        if self.knobs is None:
+            return power_w, throughput
+        active = self.n_gpus if command.active_gpus is None else command.active_gpus
+        duty = np.ones_like(power_w) if command.duty is None else command.duty
+        steps = np.ones_like(self.n_gpus) if command.local_steps is None else command.local_steps
+        share = working_share(self.n_gpus, active, duty)
+        scaling = active_speed(self.n_gpus, active, steps, self.knobs.comm_share, self.knobs.straggler_share)
+        return self.knobs.idle_w + share * (power_w - self.knobs.idle_w), throughput * duty * scaling
 
 
 @dataclass(eq=False, slots=True)
@@ -72,6 +117,8 @@ class Telemetry:
         limit_w: Power limit per GPU that was written last, shape `(B, J)`, W.
         age_s: Age of the telemetry, shape `(B,)`, seconds.
         decisions: Bits of `wattgym.hw.limits.Decision`, what the command rules changed, shape `(B, J)`.
+        in_force: Setting that the jobs work under at the end of the period, every knob filled in; None where the power
+            limit is the only knob.
     """
 
     tick: int
@@ -83,10 +130,11 @@ class Telemetry:
     limit_w: FloatArray
     age_s: FloatArray
     decisions: NDArray[np.uint8]
+    in_force: Command | None = None
 
 
 class Plant(Protocol):
-    """A site of jobs under power limits."""
+    """A site of jobs under power limits and knobs."""
 
     @property
     def spec(self) -> PlantSpec:
@@ -97,8 +145,11 @@ class Plant(Protocol):
         """Starts an episode; generators drive whatever the plant draws, one for each of the batch."""
         ...
 
-    def apply(self, limit_w: FloatArray) -> None:
-        """Commands power limits per GPU, shape `(B, J)`, W; the command rules have the last word."""
+    def apply(self, command: Command) -> None:
+        """Commands limits and knobs; the command rules have the last word on limits.
+
+        Knobs other than the limit change at a job's next optimiser step, and may cost it some time.
+        """
         ...
 
     def advance(self) -> Telemetry:

@@ -38,15 +38,16 @@ def observation_space(shaping: PowerShaping) -> gym.spaces.Box[np.float32]:
 
 def action_space(shaping: PowerShaping) -> gym.spaces.Box[np.float32]:
     """Space of one environment's actions."""
-    return gym.spaces.Box(-1.0, 1.0, (shaping.layout.jobs,), np.float32)
+    return gym.spaces.Box(-1.0, 1.0, (shaping.layout.actions,), np.float32)
 
 
 class PowerShapingEnv(gym.Env[NDArray[np.float32], NDArray[np.float32]]):
     """Follow a grid signal with a site of training jobs, losing as little training as possible.
 
-    An action holds one number in [-1, 1] per job (see `ActionConfig`); the observation is described feature by feature
-    by `layout.features`. Episodes end truncated, never terminated. `info` of every step holds `reward_terms`,
-    `target_w`, `power_w` (metered), `throughput`, and `decisions` (what the command rules changed, per job).
+    An action holds one number in [-1, 1] per enabled knob and job, knob by knob (see `ActionConfig`); the observation
+    is described feature by feature by `layout.features`. Episodes end truncated, never terminated. `info` of every
+    step holds `reward_terms`, `target_w`, `power_w` (metered), `throughput`, and `decisions` (what the command rules
+    changed, per job).
     """
 
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012 (Gymnasium reads it from the class)

@@ -5,7 +5,7 @@ The single and the batched environment, emulated or live, are thin shells around
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from wattgym.envs.config import OFFERS, PowerShapingConfig, SignalConfig
 from wattgym.envs.feedback import FeedbackLoop
+from wattgym.envs.knob_actions import KnobSettings, position_of
+from wattgym.envs.knobs import Command, KnobName
 from wattgym.envs.observation import ObservationBuilder, ObservationLayout, common_limit
 from wattgym.envs.plant import FloatArray, Plant, PlantSpec, Telemetry
 from wattgym.envs.reward import reward_terms
@@ -46,27 +48,70 @@ class ControlTask:
         per_error: FloatArray = self.capacity_w / (self.spec.full_w - self.spec.floor_w)
         return per_error
 
-    def action_for(self, position: FloatArray, feed_forward: FloatArray, last: FloatArray) -> FloatArray:
-        """The action that asks for a position in each job's limit range.
+    def action_for(
+        self,
+        position: FloatArray,
+        feed_forward: FloatArray,
+        last: FloatArray,
+        knobs: Mapping[KnobName, FloatArray] | None = None,
+        last_knobs: Mapping[KnobName, FloatArray] | None = None,
+    ) -> FloatArray:
+        """The action that asks for a position in each job's limit range, and in those of other knobs.
 
         Args:
             position: Wanted positions, 0 = lowest limit, 1 = highest, shape `(B, J)`.
             feed_forward: The nominal model's position for the coming target, shape `(B,)`.
             last: Positions in force, shape `(B, J)`.
+            knobs: Wanted positions of other knobs, 1 = neutral, each `(B, J)`. Those left out become neutral; those
+                that the environment does not enable are left alone.
+            last_knobs: For actions of kind `delta`: positions asked for last, each `(B, J)`; neutral if left out.
 
         Returns:
-            Actions in [-1, 1], shape `(B, J)`.
+            Actions in [-1, 1], shape `(B, A)`: one number for each enabled knob and job, knob by knob.
         """
         kind, scale = self.config.action.kind, self.config.action.scale
-        if kind == "absolute":
-            action = 2.0 * position - 1.0
-        elif kind == "delta":
-            action = (position - last) / scale
-        else:
-            centre = feed_forward if self.loop is None else self.loop.position
-            action = (position - centre[:, None]) / scale
-        clipped: FloatArray = np.clip(action, -1.0, 1.0)
+        neutral = np.ones_like(position)
+        parts = []
+        for name in self.layout.knobs:
+            if name != "power_limit":
+                wanted = (knobs or {}).get(name, neutral)
+                if kind == "absolute":
+                    parts.append(2.0 * wanted - 1.0)
+                elif kind == "delta":
+                    parts.append((wanted - (last_knobs or {}).get(name, neutral)) / scale)
+                else:
+                    parts.append(wanted - 1.0)
+            elif kind == "absolute":
+                parts.append(2.0 * position - 1.0)
+            elif kind == "delta":
+                parts.append((position - last) / scale)
+            else:
+                centre = feed_forward if self.loop is None else self.loop.position
+                parts.append((position - centre[:, None]) / scale)
+        clipped: FloatArray = np.clip(parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1), -1.0, 1.0)
         return clipped
+
+    def action_of(self, command: Command, feed_forward: FloatArray, last: Command | None = None) -> FloatArray:
+        """The action that asks for a whole setting; see `action_for`.
+
+        Args:
+            command: Wanted setting; what it leaves out is neutral.
+            feed_forward: The nominal model's position for the coming target, shape `(B,)`.
+            last: Setting asked for last, for actions of kind `delta`; neutral if None.
+
+        Raises:
+            UserError: A job cannot have the commanded micro-batch.
+        """
+        spec, rules, beside = self.spec, self.config.knob_rules, self.layout.beside_limit
+        span = np.maximum(spec.max_limit_w - spec.min_limit_w, 1e-9)
+        before = last or Command(spec.max_limit_w)
+        return self.action_for(
+            (command.limit_w - spec.min_limit_w) / span,
+            feed_forward,
+            (before.limit_w - spec.min_limit_w) / span,
+            {name: position_of(rules, name, command, spec) for name in beside},
+            {name: position_of(rules, name, before, spec) for name in beside},
+        )
 
 
 @dataclass(eq=False, slots=True)
@@ -107,7 +152,7 @@ class PowerShaping:
         """
         self.config = config
         self.plant = plant
-        self.layout = ObservationLayout(config.observation, jobs)
+        self.layout = ObservationLayout(config.observation, jobs, config.action.knobs)
         self._builder = ObservationBuilder(self.layout)
         self._loop_columns = [self.layout.site("feed_forward"), self.layout.site("error_1")]
         self._families = tuple(sorted(config.signal.families))
@@ -115,6 +160,7 @@ class PowerShaping:
         self._shares = weights / weights.sum()
         self.task: ControlTask | None = None
         self.signals: tuple[Signal, ...] = ()
+        self._settings: KnobSettings | None = None
 
     def reset(self, seeds: Sequence[int]) -> NDArray[np.float32]:
         """Starts one episode per seed; equal seeds give equal episodes, alone or in any batch.
@@ -140,13 +186,16 @@ class PowerShaping:
         gpus = spec.n_gpus.astype(np.float64)
         self._weight = gpus / gpus.sum(axis=1, keepdims=True)
         self._limit = telemetry.limit_w
+        self._highest_w = spec.max_limit_w
         self._tick = 0
         if config.action.kind == "residual":
             self._feed_forward = common_limit(spec, self.targets_w)
         task = ControlTask(spec, self.layout, config, base, capacity)
         if config.action.gains is not None:
             task = replace(task, loop=FeedbackLoop(config.action.gains, task.limit_per_error))
-        self._builder.reset(spec, self.targets_w, base, capacity)
+        beside = config.action.beside_limit
+        self._settings = KnobSettings(config.knob_rules, beside, spec) if beside else None
+        self._builder.reset(spec, self.targets_w, base, capacity, self._settings)
         self.task = task
         return self._observe(telemetry)
 
@@ -154,7 +203,8 @@ class PowerShaping:
         """Lets one control period pass.
 
         Args:
-            actions: Shape `(B, J)`, within [-1, 1] (beyond it they are clipped).
+            actions: Shape `(B, A)`, one number for each enabled knob and job, knob by knob, within [-1, 1] (beyond it
+                they are clipped).
 
         Raises:
             UserError: An action is NaN or infinite, or the shape is another; the plant was not touched.
@@ -163,15 +213,20 @@ class PowerShaping:
         if self.task is None or self._tick >= self.targets_w.shape[1]:
             raise RuntimeError("the episode is over; call reset first")
         action = np.asarray(actions, dtype=np.float64)
-        if action.shape != self._range.shape:
+        batch, jobs = self._range.shape
+        if action.shape != (batch, self.layout.actions):
+            each = "job" if self.layout.actions == jobs else "knob and job"
             raise UserError(
-                f"actions have shape {action.shape}; valid: {self._range.shape}, one number per environment and job"
+                f"actions have shape {action.shape}; valid: {(batch, self.layout.actions)}, one number per environment "
+                f"and {each}"
             )
         finite = np.isfinite(action)
         if not finite.all():
             where = np.argwhere(~finite)[0]
+            knob, job = divmod(int(where[1]), jobs)
+            which = f", {self.layout.knobs[knob]}" if self.layout.actions > jobs else ""
             raise UserError(
-                f"action of environment {where[0]}, job {where[1]} is {action[tuple(where)]}; valid: -1 to 1"
+                f"action of environment {where[0]}, job {job}{which} is {action[tuple(where)]}; valid: -1 to 1"
             )
         self.plant.apply(self._requested(np.minimum(np.maximum(action, -1.0), 1.0)))
         telemetry = self.plant.advance()
@@ -194,7 +249,24 @@ class PowerShaping:
             telemetry=telemetry,
         )
 
-    def _requested(self, action: FloatArray) -> FloatArray:
+    def _requested(self, action: FloatArray) -> Command:
+        if self._settings is None:
+            return Command(self._limits(action))
+        jobs, asked, settings = self.layout.jobs, self._settings, self.config.action
+        parts = {name: action[:, k * jobs : (k + 1) * jobs] for k, name in enumerate(self.layout.knobs)}
+        positions: dict[KnobName, FloatArray] = {}
+        for name in asked.names:
+            part = parts[name]
+            if settings.kind == "absolute":
+                positions[name] = 0.5 * (part + 1.0)
+            elif settings.kind == "delta":
+                positions[name] = asked.position(name) + settings.scale * part
+            else:
+                positions[name] = 1.0 + part
+        limits = self._limits(parts["power_limit"]) if "power_limit" in parts else self._highest_w
+        return asked.command(limits, positions)
+
+    def _limits(self, action: FloatArray) -> FloatArray:
         assert self.task is not None
         spec, settings = self.task.spec, self.config.action
         if settings.kind == "absolute":

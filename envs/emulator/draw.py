@@ -27,6 +27,65 @@ GAIN_CLIP = 0.06
 
 
 @dataclass(frozen=True, eq=False)
+class LimitTables:
+    """Power and throughput of jobs at each limit of their range, shape `(B, J, GRID)`.
+
+    Attributes:
+        ceiling_w: True power that each limit allows, W.
+        speed: True throughput at each limit, relative to the nominal full speed.
+        nominal_w: Nominal power at each limit, W.
+        nominal_speed: Nominal throughput at each limit.
+    """
+
+    ceiling_w: FloatArray
+    speed: FloatArray
+    nominal_w: FloatArray
+    nominal_speed: FloatArray
+
+
+@dataclass(frozen=True, eq=False)
+class Truth:
+    """How jobs differ from their nominal description, shape `(B, J)`.
+
+    Attributes:
+        surface: Index of the job's surface in the library.
+        n_gpus: GPUs of the job.
+        limits_w: Limits at which tables are kept, shape `(B, J, GRID)`, W per GPU.
+        drawn_share: Share of a binding limit that is drawn.
+        drawn_ratio: That over its central value.
+        excess: True power when no limit binds over the nominal one.
+        throughput_error: Error of the nominal throughput, in the surface's standard deviations.
+    """
+
+    surface: IntArray
+    n_gpus: IntArray
+    limits_w: FloatArray
+    drawn_share: FloatArray
+    drawn_ratio: FloatArray
+    excess: FloatArray
+    throughput_error: FloatArray
+
+    def tables(self, library: SiteLibrary, power_w: FloatArray, throughput: FloatArray) -> LimitTables:
+        """What limits do to the jobs.
+
+        A job's true demand differs from the calibrated one; a limit allows what it allows, whoever asks for it. A job
+        that asks for more is throttled sooner: at a limit c it runs as a nominal job would at c divided by its excess.
+
+        Args:
+            library: What the jobs were drawn from.
+            power_w: Power per GPU of every surface on the library's cap grid, shape `(S, F)`, W.
+            throughput: Throughput likewise.
+        """
+        surface, limits, n_gpus = self.surface, self.limits_w, self.n_gpus[..., None]
+        nominal_w = library.lookup(power_w, surface, limits)
+        nominal_speed = library.lookup(throughput, surface, limits)
+        ceiling = _ceiling(nominal_w, power_w[surface, -1], self.drawn_share, self.drawn_ratio, limits)
+        speed = library.lookup(throughput, surface, limits / self.excess[..., None])
+        error = self.throughput_error[..., None] * library.lookup(library.throughput_sd, surface, limits)
+        return LimitTables(ceiling * n_gpus, np.maximum(speed + error, 0.01), nominal_w * n_gpus, nominal_speed)
+
+
+@dataclass(frozen=True, eq=False)
 class DrawnSite:
     """True and nominal parameters of `B` sites of `J` jobs; arrays are `(B, J)` unless they say otherwise.
 
@@ -38,10 +97,8 @@ class DrawnSite:
         default_limit_w: Power limit in force at the start, per GPU, W.
         demand_w: True power of the job when no limit binds, W.
         grid: Fractions of the limit range, shape `(GRID,)`.
-        ceiling_w: True power that each limit allows, shape `(B, J, GRID)`, W.
-        speed: True throughput at each limit, relative to the nominal full speed, shape `(B, J, GRID)`.
-        nominal_w: Nominal power at each limit, shape `(B, J, GRID)`, W.
-        nominal_speed: Nominal throughput at each limit, shape `(B, J, GRID)`.
+        truth: How the jobs differ from their nominal description.
+        tables: What limits do to the jobs.
         actuator: Rows of `RANGED`, shape `(7, B, J)`.
         delay: Whole periods by which commands act late.
         sensor_window_s: Averaging window of the reading, s.
@@ -58,10 +115,8 @@ class DrawnSite:
     default_limit_w: FloatArray
     demand_w: FloatArray
     grid: FloatArray
-    ceiling_w: FloatArray
-    speed: FloatArray
-    nominal_w: FloatArray
-    nominal_speed: FloatArray
+    truth: Truth
+    tables: LimitTables
     actuator: FloatArray
     delay: IntArray
     sensor_window_s: FloatArray
@@ -97,22 +152,20 @@ def draw_sites(
     shaped = ShapedLimits(low, high, default, rules)
     grid = np.linspace(0.0, 1.0, GRID)
     limits = shaped.low_w[..., None] + grid * (shaped.high_w - shaped.low_w)[..., None]
-    nominal_w = library.lookup(library.power_w, surface, limits)
-    nominal_speed = library.lookup(library.throughput, surface, limits)
-
-    # The job's true demand differs from the calibrated one; a limit allows what it allows, whoever asks for it. A job
-    # that asks for more is throttled sooner: at a limit c it runs as a nominal job would at c divided by its excess.
     low_share, high_share = (library.power_range[surface, i] for i in range(2))
     own = low_share + row["full_power"] * (high_share - low_share)
     if library.calibrated is None:
         own = own * (1.0 + config.power_spread * (2.0 * row["full_power"] - 1.0))
-    excess = 1.0 + spread * (own - 1.0)
-    full_w = library.power_w[surface, -1]
-    drawn_ratio = actuator[RANGED.index("drawn_share")] / ranges[RANGED.index("drawn_share"), ..., 0]
-    ceiling = _ceiling(nominal_w, full_w, actuator[RANGED.index("drawn_share")], drawn_ratio, limits)
-    speed = library.lookup(library.throughput, surface, limits / excess[..., None])
-    sigma = spread * _normal(row["throughput"])[..., None]
-    speed = np.maximum(speed + sigma * library.lookup(library.throughput_sd, surface, limits), 0.01)
+    drawn = RANGED.index("drawn_share")
+    truth = Truth(
+        surface=surface,
+        n_gpus=n_gpus,
+        limits_w=limits,
+        drawn_share=actuator[drawn],
+        drawn_ratio=actuator[drawn] / ranges[drawn, ..., 0],
+        excess=1.0 + spread * (own - 1.0),
+        throughput_error=spread * _normal(row["throughput"]),
+    )
 
     period, window, gain, gain_sd, offset_sd = (library.sensor[surface, i] for i in range(5))
     gain = gain + np.clip(spread * gain_sd * _normal(row["gain"]), -GAIN_CLIP, GAIN_CLIP)
@@ -123,12 +176,10 @@ def draw_sites(
         n_gpus=n_gpus,
         shaped=shaped,
         default_limit_w=np.minimum(default, shaped.high_w),
-        demand_w=full_w * excess * n_gpus,
+        demand_w=library.power_w[surface, -1] * truth.excess * n_gpus,
         grid=grid,
-        ceiling_w=ceiling * n_gpus[..., None],
-        speed=speed,
-        nominal_w=nominal_w * n_gpus[..., None],
-        nominal_speed=nominal_speed,
+        truth=truth,
+        tables=truth.tables(library, library.power_w, library.throughput),
         actuator=actuator,
         delay=low_delay + _choose(row["delay"], high_delay - low_delay + 1),
         sensor_window_s=window,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,9 +11,11 @@ from numpy.typing import NDArray
 from wattgym.envs.config import PowerShapingConfig
 from wattgym.envs.emulator.draw import GRID, DrawnSite, draw_sites
 from wattgym.envs.emulator.jitter import BLOCK, Jitter
+from wattgym.envs.emulator.knob_dynamics import KnobDynamics
 from wattgym.envs.emulator.library import RANGED, SiteLibrary
+from wattgym.envs.emulator.micro_batch import MicroBatches
 from wattgym.envs.emulator.segments import SEGMENTS, Segments, draw_segments
-from wattgym.envs.plant import FloatArray, IntArray, Phase, PlantSpec, Telemetry
+from wattgym.envs.plant import Command, FloatArray, IntArray, Phase, PlantSpec, Telemetry
 from wattgym.errors import UserError
 from wattgym.hw.physics import PowerResponse, TickKernel
 
@@ -53,6 +56,9 @@ class Emulator:
             )
         self._config = config
         self._library = SiteLibrary.build(config.site)
+        enabled = config.action.beside_limit
+        self._micro = MicroBatches.build(self._library) if "micro_batch" in enabled else None
+        self._knobs: KnobDynamics | None = None
         self._spec: PlantSpec | None = None
 
     @property
@@ -81,19 +87,28 @@ class Emulator:
         self._columns = np.arange(self._n)
         self._site = site
         self._tick = 0
+        if config.action.beside_limit:
+            self._knobs = KnobDynamics(config, site, self._library, self._micro, rngs)
         self._spec = self._describe(site)
         self._set_tables(site)
         self._set_phases(segments)
         self._set_dynamics(site)
         return self._first_telemetry(site)
 
-    def apply(self, limit_w: FloatArray) -> None:
-        """Commands power limits per GPU for the coming period, shape `(B, J)`, W, finite."""
+    def apply(self, command: Command) -> None:
+        """Commands limits and knobs for the coming period.
+
+        Raises:
+            UserError: A job cannot have the setting of a knob; nothing was changed.
+        """
         k = self._tick % BLOCK
+        lost = self._jitter.lost[k] if self._jitter.any_lost[k] else None
+        if self._knobs is not None:
+            self._knobs.command(command, lost)
         last = self._limit
-        limit, self._decisions = self._site.shaped.shape(limit_w, last, self._elapsed)
-        if self._jitter.any_lost[k]:
-            limit = np.where(self._jitter.lost[k], last, limit)
+        limit, self._decisions = self._site.shaped.shape(command.limit_w, last, self._elapsed)
+        if lost is not None:
+            limit = np.where(lost, last, limit)
         if self._track_elapsed:
             self._elapsed = np.where(limit != last, 0.0, self._elapsed) + self._config.period_s
         self._limit = limit
@@ -103,14 +118,18 @@ class Emulator:
         n, shape, period = self._n, self._shape, self._config.period_s
         ceiling, speed = self._in_force()
         jitter = self._jitter.relative[self._tick % BLOCK].reshape(n)
-        demand = self._demand * (self._level + self._jittering * (jitter - self._ripple()))
+        load = self._level + self._jittering * (jitter - self._ripple())
 
         # Linear response: where the load itself heads at the start, then where the command sends it.
         rows = self._rows
         first, second = rows[TickKernel.P1], rows[TickKernel.P2]
-        np.minimum(demand, self._ceiling, out=first)
+        if self._knobs is None:
+            demand = self._demand * load
+            np.minimum(demand, self._ceiling, out=first)
+            np.minimum(demand, ceiling, out=second)
+        else:
+            self._set_out(load, ceiling, first, second)
         drop = self._heading - first
-        np.minimum(demand, ceiling, out=second)
         amplitudes = rows[TickKernel.A_DOWN : TickKernel.A_RECOVERY + 1]
         amplitudes[0] += np.maximum(drop, 0.0)
         amplitudes[1] += np.minimum(drop, 0.0)
@@ -124,6 +143,8 @@ class Emulator:
 
         # Training progress: the share of the period under the old limit and under the new one.
         progress = self._speed + self._share_new * (speed - self._speed)
+        if self._knobs is not None:
+            progress = self._knobs.progress(progress)
         throughput = progress * self._computing
         self._ceiling, self._speed = ceiling, speed
         self._pass_phases(progress)
@@ -140,6 +161,7 @@ class Emulator:
             limit_w=self._limit,
             age_s=self._age,
             decisions=self._decisions,
+            in_force=self._setting(),
         )
 
     def close(self) -> None:
@@ -153,15 +175,19 @@ class Emulator:
             min_limit_w=site.shaped.low_w,
             max_limit_w=site.shaped.high_w,
             limit_grid=site.grid,
-            power_table_w=site.nominal_w,
-            throughput_table=site.nominal_speed,
+            power_table_w=site.tables.nominal_w,
+            throughput_table=site.tables.nominal_speed,
             host_w=host.astype(np.float64),
+            knobs=None if self._knobs is None else self._knobs.table,
         )
 
     def _set_tables(self, site: DrawnSite) -> None:
         n = self._n
-        self._table = np.stack([site.ceiling_w.reshape(n * GRID), site.speed.reshape(n * GRID)])
-        self._table_base = np.arange(n) * GRID
+        if self._knobs is None:
+            self._table = np.stack([site.tables.ceiling_w.reshape(n * GRID), site.tables.speed.reshape(n * GRID)])
+            self._table_base = np.arange(n) * GRID
+        else:
+            self._table, self._table_base = self._knobs.limit_tables, self._knobs.table_base
         self._low = site.shaped.low_w.reshape(n)
         self._per_watt = (GRID - 1) / np.maximum(site.shaped.high_w - site.shaped.low_w, 1e-9).reshape(n)
         self._demand = site.demand_w.reshape(n)
@@ -275,7 +301,29 @@ class Emulator:
         """Ceiling and speed under the command that arrives in this period."""
         slot = self._tick % len(self._arriving)
         self._sent[slot] = self._limit.reshape(self._n)
-        return self._lookup(self._sent.take(self._arriving[slot]))
+        knobs = self._knobs
+        if knobs is None:
+            return self._lookup(self._sent.take(self._arriving[slot]))
+        self._before = knobs.demand_w, knobs.share
+        knobs.take_up(self._tick, self._speed, self._by_speed > 0.0)
+        self._table_base = knobs.table_base
+        ceiling, speed = self._lookup(self._sent.take(self._arriving[slot]))
+        return ceiling, speed * knobs.factor
+
+    def _set_out(self, load: FloatArray, ceiling: FloatArray, first: FloatArray, second: FloatArray) -> None:
+        """Where the draw heads under the old setting and under the new one, written to `first` and `second`."""
+        knobs = self._knobs
+        assert knobs is not None
+        for demand_w, share, limit, out in (
+            (*self._before, self._ceiling, first),
+            (knobs.demand_w, knobs.share, ceiling, second),
+        ):
+            np.minimum(demand_w * load, limit, out=out)
+            # Loading and writing go on whatever the knobs.
+            out -= self._by_speed * (1.0 - share) * (out - knobs.idle_w)
+
+    def _setting(self) -> Command | None:
+        return None if self._knobs is None else replace(self._knobs.setting, limit_w=self._limit)
 
     def _lookup(self, limit_w: FloatArray) -> tuple[FloatArray, FloatArray]:
         x = (limit_w - self._low) * self._per_watt
@@ -312,4 +360,5 @@ class Emulator:
             limit_w=self._limit,
             age_s=self._age,
             decisions=self._decisions,
+            in_force=self._setting(),
         )

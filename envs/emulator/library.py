@@ -32,10 +32,12 @@ class CalibratedJobs:
     Attributes:
         n_gpus: GPUs of each job, shape `(J,)`.
         family: Phase family of each job, shape `(J,)`; -1 = drawn.
+        samples_per_update: Samples of an optimiser step, shape `(J,)`; 0 = not known.
     """
 
     n_gpus: IntArray
     family: IntArray
+    samples_per_update: IntArray
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,7 +130,11 @@ class SiteLibrary:
             surfaces=(),
             families=(*selected, *own),
             drawable=len(selected),
-            calibrated=CalibratedJobs(np.array([job.n_gpus for job in jobs]), np.array(family)),
+            calibrated=CalibratedJobs(
+                n_gpus=np.array([job.n_gpus for job in jobs]),
+                family=np.array(family),
+                samples_per_update=np.array([job.samples_per_update or 0 for job in jobs]),
+            ),
             power_w=np.array([job.power_at(grid) / job.n_gpus for job, grid in zip(jobs, fine, strict=True)]),
             throughput=np.array([job.throughput_at(grid) for job, grid in zip(jobs, fine, strict=True)]),
             throughput_sd=np.array(

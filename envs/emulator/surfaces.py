@@ -53,6 +53,7 @@ class Surface:
         gpu: Board, for example `v100`.
         workload: Training job, for example `gpt3_2.7b`.
         batch_size: Samples per optimiser step of the whole job; 0 for an assumed surface.
+        micro_batch: Samples of one pass; the whole batch where nothing was accumulated, 0 for an assumed surface.
         n_gpus: GPUs the measured job ran on.
         caps_w: Power caps, shape `(k,)`, watts.
         power_w: Mean power per GPU at each cap, shape `(k,)`, watts.
@@ -70,6 +71,7 @@ class Surface:
     gpu: str
     workload: str
     batch_size: int
+    micro_batch: int
     n_gpus: int
     caps_w: FloatArray
     power_w: FloatArray
@@ -268,7 +270,7 @@ def _zeus_rows(spec: dict[str, Any]) -> list[dict[str, Any]]:
         group = group.sort_values("power_limit_w")
         rows.append(
             _row(
-                spec["gpus"][gpu], job["workload"], int(str(batch)), 1, "Zeus (NSDI 2023)",
+                spec["gpus"][gpu], job["workload"], int(str(batch)), int(str(batch)), 1, "Zeus (NSDI 2023)",
                 group["power_limit_w"].to_numpy(float), group["average_power_w"].to_numpy(float),
                 job["epoch_samples"] / group["time_per_epoch_s"].to_numpy(float),
             )
@@ -281,12 +283,13 @@ def _perseus_rows(spec: dict[str, Any]) -> list[dict[str, Any]]:
     table = load_table(_PERSEUS_TABLE)
     table = table[table["policy"] == "global"]
     table = table.assign(cap_w=[float(limits.split("|")[0]) for limits in table["power_limits_w"]])
-    for (gpu, model, batch, n_gpus), group in table.groupby(["gpu", "model_name", "batch_size", "n_gpus"]):
+    keys = ["gpu", "model_name", "batch_size", "microbatch_size", "n_gpus"]
+    for (gpu, model, batch, micro, n_gpus), group in table.groupby(keys):
         group = group.sort_values("cap_w")
         rows.append(
             _row(
-                spec["gpus"][gpu], spec["workloads"][model], int(str(batch)), int(str(n_gpus)), "Perseus (SOSP 2024)",
-                group["cap_w"].to_numpy(float), group["mean_power_per_gpu_w"].to_numpy(float),
+                spec["gpus"][gpu], spec["workloads"][model], int(str(batch)), int(str(micro)), int(str(n_gpus)),
+                "Perseus (SOSP 2024)", group["cap_w"].to_numpy(float), group["mean_power_per_gpu_w"].to_numpy(float),
                 group["samples_per_s"].to_numpy(float),
             )
         )  # fmt: skip
@@ -294,13 +297,14 @@ def _perseus_rows(spec: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _row(
-    gpu: str, workload: str, batch_size: int, n_gpus: int, source: str,
+    gpu: str, workload: str, batch_size: int, micro_batch: int, n_gpus: int, source: str,
     caps_w: FloatArray, power_w: FloatArray, samples_per_s: FloatArray,
 ) -> dict[str, Any]:  # fmt: skip
     surface_id = f"{gpu}/{workload}/b{batch_size}"
     return {
-        "id": surface_id, "gpu": gpu, "workload": workload, "batch_size": batch_size, "n_gpus": n_gpus,
-        "source": source, "caps_w": caps_w, "power_w": power_w, "samples_per_s": samples_per_s,
+        "id": surface_id, "gpu": gpu, "workload": workload, "batch_size": batch_size,
+        "micro_batch": micro_batch, "n_gpus": n_gpus, "source": source, "caps_w": caps_w, "power_w": power_w,
+        "samples_per_s": samples_per_s,
     }  # fmt: skip
 
 
@@ -308,7 +312,8 @@ def _measured_surface(row: dict[str, Any], keep: NDArray[np.bool_], spec: dict[s
     caps, power, rate = (row[name][keep] for name in ("caps_w", "power_w", "samples_per_s"))
     throughput = rate / rate[-1]
     return Surface(
-        id=row["id"], gpu=row["gpu"], workload=row["workload"], batch_size=row["batch_size"], n_gpus=row["n_gpus"],
+        id=row["id"], gpu=row["gpu"], workload=row["workload"], batch_size=row["batch_size"],
+        micro_batch=row["micro_batch"], n_gpus=row["n_gpus"],
         caps_w=caps, power_w=power, throughput=throughput, throughput_sd=np.zeros_like(caps),
         power_range_w=(float(power[-1]), float(power[-1])), samples_per_s_full=float(rate[-1]),
         source=row["source"], measured=True, cap_sensitive=_is_cap_sensitive(power, throughput),
@@ -325,7 +330,8 @@ def _assumed_surfaces(spec: dict[str, Any]) -> list[Surface]:
             low, high = board["full_power_range_w"][name]
             surfaces.append(
                 Surface(
-                    id=f"{gpu}/assumed/{name}", gpu=gpu, workload=f"assumed_{name}", batch_size=0, n_gpus=1,
+                    id=f"{gpu}/assumed/{name}", gpu=gpu, workload=f"assumed_{name}", batch_size=0, micro_batch=0,
+                    n_gpus=1,
                     caps_w=caps, power_w=np.minimum(board["full_power_w"][name], assumed["draw_over_cap"] * caps),
                     throughput=np.array(curve["throughput"]), throughput_sd=np.array(curve["throughput_sd"]),
                     power_range_w=(float(low), float(high)), samples_per_s_full=float("nan"),

@@ -15,7 +15,7 @@ from pydantic import Field
 from wattgym.config import FrozenModel
 from wattgym.envs.live.response import DEAD_BAND, fit_job, held_out_error
 from wattgym.envs.live.sample import JobSample
-from wattgym.envs.plant import FloatArray, PlantSpec, Telemetry
+from wattgym.envs.plant import Command, FloatArray, PlantSpec, Telemetry
 from wattgym.envs.profile import JobProfile, PlantProfile, save_profile
 from wattgym.errors import UserError
 from wattgym.files import atomic_path
@@ -62,7 +62,7 @@ class CalibratablePlant(Protocol):
         """Starts the jobs."""
         ...
 
-    def apply(self, limit_w: FloatArray) -> None:
+    def apply(self, command: Command) -> None:
         """Commands limits, shape `(1, J)`, W per GPU."""
         ...
 
@@ -228,7 +228,7 @@ class _Sweep:
         # Commands come at any phase of the sensor's period, so that the delay can be told more finely than that.
         self._sample_until(self.clock() + self.rng.uniform(0.0, 2.0 * SAMPLE_S), number, targets, np.nan, False)
         started_s = commanded_s = self.clock()
-        self.plant.apply(targets[None])
+        self.plant.apply(Command(targets[None]))
         self._finish_tick(number, targets, commanded_s, False)
         self._reach(number, targets, commanded_s)
         measure_from_s = self.clock() + SETTLE_S
@@ -256,7 +256,7 @@ class _Sweep:
             off = np.abs(limit - targets) > np.maximum(DEAD_BAND * targets, RULES.dead_band_w)
             if not off.any():
                 return
-            self.plant.apply(targets[None])
+            self.plant.apply(Command(targets[None]))
             self._finish_tick(number, targets, commanded_s, False)
         j = int(np.flatnonzero(off)[0])
         raise UserError(

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,7 @@ from wattgym.envs.live.job import JobObservation, RunningJob, measure_full_speed
 from wattgym.envs.live.meters import MeteredDevice
 from wattgym.envs.live.pace import JobKnobs
 from wattgym.envs.live.sample import JobSample
-from wattgym.envs.plant import FloatArray, PlantSpec, Telemetry
+from wattgym.envs.plant import Command, FloatArray, PlantSpec, Telemetry
 from wattgym.envs.profile import ActuatorKind, JobProfile, nominal_profile
 from wattgym.errors import UserError
 from wattgym.hw.guard import Guard
@@ -92,7 +92,7 @@ class LivePlant:
         self._guards: tuple[Guard, ...] = ()
         self._poller: DevicePoller | None = None
         self._coupling: Coupling | None = None
-        self._commands: queue.SimpleQueue[FloatArray | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
         self._no_decisions = np.zeros((1, len(config.jobs)), dtype=np.uint8)
         self._decisions = self._no_decisions
@@ -165,7 +165,7 @@ class LivePlant:
         self._decisions = self._no_decisions
         return self._telemetry()
 
-    def apply(self, limit_w: FloatArray) -> None:
+    def apply(self, command: Command) -> None:
         """Hands a command to the worker; a command that is still waiting is replaced by it.
 
         Raises:
@@ -177,7 +177,7 @@ class LivePlant:
             while True:
                 self._commands.get_nowait()
         except queue.Empty:
-            self._commands.put(limit_w[0].copy())
+            self._commands.put(replace(command, limit_w=command.limit_w.copy()))
 
     def advance(self) -> Telemetry:
         """Waits for the period's end and reports it.
@@ -294,7 +294,7 @@ class LivePlant:
         """The actuator thread: carries out the newest command, one at a time."""
         while (command := self._commands.get()) is not None:
             decisions = self._no_decisions.copy()
-            for j, (job, limit_w) in enumerate(zip(self._jobs, command, strict=True)):
+            for j, (job, limit_w) in enumerate(zip(self._jobs, command.limit_w[0], strict=True)):
                 try:
                     decisions[0, j] = job.actuator.apply(float(limit_w))
                 except UserError as error:  # a device that fails must not end the control of the others

@@ -13,7 +13,7 @@ from wattgym.envs.emulator.jitter import BLOCK
 from wattgym.envs.emulator.library import RANGED
 from wattgym.envs.emulator.phases import load_phase_families
 from wattgym.envs.emulator.surfaces import surface_library
-from wattgym.envs.plant import Phase
+from wattgym.envs.plant import Command, Phase
 from wattgym.errors import UserError
 from wattgym.hw.limits import Decision
 from wattgym.traces import load_table
@@ -44,7 +44,7 @@ def run(emulator, limit_w, ticks):
     shape = emulator.spec.n_gpus.shape
     telemetry = []
     for _ in range(ticks):
-        emulator.apply(np.broadcast_to(np.asarray(limit_w, dtype=float), shape))
+        emulator.apply(Command(np.broadcast_to(np.asarray(limit_w, dtype=float), shape)))
         got = emulator.advance()
         telemetry.append(replace(got, phase=got.phase.copy()))  # the plant reuses this array
     return telemetry
@@ -237,10 +237,10 @@ def test_randomise_zero_pins_every_parameter_of_a_plant():
     for row in (*site.actuator, site.sensor_gain, site.sensor_offset_w, site.demand_w):
         assert np.unique(row).size == 1
     assert (site.sensor_gain == 1.0).all()
-    assert np.unique(site.speed.reshape(-1, site.grid.size), axis=0).shape[0] == 1
-    np.testing.assert_allclose(site.demand_w, site.nominal_w[..., -1])
-    binding = site.nominal_w < 0.9 * site.nominal_w[..., -1:]
-    np.testing.assert_allclose(site.ceiling_w[binding], site.nominal_w[binding])
+    assert np.unique(site.tables.speed.reshape(-1, site.grid.size), axis=0).shape[0] == 1
+    np.testing.assert_allclose(site.demand_w, site.tables.nominal_w[..., -1])
+    binding = site.tables.nominal_w < 0.9 * site.tables.nominal_w[..., -1:]
+    np.testing.assert_allclose(site.tables.ceiling_w[binding], site.tables.nominal_w[binding])
 
 
 def test_randomised_parameters_stay_in_their_ranges_and_use_them():
@@ -356,7 +356,7 @@ def test_same_seed_same_plant_bit_for_bit_at_any_place_of_any_batch():
         limit = rng.uniform(80.0, 700.0, (1, 7))
         telemetry = []
         for emulator, batch in ((alone, 1), (crowd, 64)):
-            emulator.apply(np.repeat(limit, batch, axis=0))
+            emulator.apply(Command(np.repeat(limit, batch, axis=0)))
             telemetry.append(emulator.advance())
         for name in ("sensor_w", "meter_w", "throughput", "phase", "limit_w", "decisions"):
             one, many = (getattr(t, name) for t in telemetry)

@@ -8,6 +8,7 @@ import pytest
 from wattgym.envs.config import PowerShapingConfig
 from wattgym.envs.emulator.emulator import Emulator
 from wattgym.envs.emulator.library import RANGED
+from wattgym.envs.plant import Command
 from wattgym.hw.physics import TickKernel
 
 FAST = {"interval_s": 0.2, "raise_window_s": 0.2, "raise_fraction_per_s": 50.0, "dead_band_fraction": 0.0}
@@ -40,7 +41,7 @@ class Course:
         low, high = self.site.shaped.low_w, self.site.shaped.high_w
         self.telemetry = [first]
         for tick, fraction in enumerate(limit_fractions):
-            self.emulator.apply(low + fraction * (high - low))
+            self.emulator.apply(Command(low + fraction * (high - low)))
             self.telemetry.append(self.emulator.advance())
             for offset, row, commanded in (
                 (np.zeros(2), TickKernel.P1, False),

@@ -13,7 +13,7 @@ from wattgym.envs.emulator.emulator import Emulator
 from wattgym.envs.emulator.phases import load_phase_families
 from wattgym.envs.live.config import LiveConfig
 from wattgym.envs.live.fit import fitted_profile
-from wattgym.envs.plant import Phase
+from wattgym.envs.plant import Command, Phase
 from wattgym.envs.profile import JobProfile, PlantProfile, load_profile, nominal_profile, save_profile
 from wattgym.errors import UserError
 from wattgym.hw.limits import CommandRules
@@ -62,7 +62,7 @@ def emulator(path, jobs=1, **site):
 def held(plant, limit_w, periods=6):
     """Telemetry after limits were held for some periods."""
     for _ in range(periods):
-        plant.apply(np.asarray(limit_w, dtype=float))
+        plant.apply(Command(np.asarray(limit_w, dtype=float)))
         telemetry = plant.advance()
     return telemetry
 
@@ -106,7 +106,7 @@ def test_delay_gain_and_sensor_are_the_measured_ones(tmp_path):
     energies = []
     for plant in (quick, slow):
         plant.reset([np.random.default_rng(0)])
-        plant.apply(np.array([[350.0]]))
+        plant.apply(Command(np.array([[350.0]])))
         energies.append(plant.advance().meter_w[0, 0] * 2.0)
         telemetry = held(plant, [[350.0]])
         assert telemetry.sensor_w / telemetry.meter_w == pytest.approx(1.03, abs=1e-6)

@@ -10,7 +10,7 @@ from wattgym.envs.config import PowerShapingConfig
 from wattgym.envs.emulator.emulator import Emulator
 from wattgym.envs.live.calibration import PERIOD_S, RULES, CalibrationPlan, calibrate
 from wattgym.envs.live.sample import JobSample
-from wattgym.envs.plant import PlantSpec
+from wattgym.envs.plant import Command, PlantSpec
 from wattgym.envs.profile import load_profile, nominal_profile
 from wattgym.errors import UserError
 from wattgym.hw.clock import VirtualClock
@@ -118,10 +118,10 @@ class FakePlant:
                 for job in self.jobs:
                     job.poll()
 
-    def apply(self, limit_w):
+    def apply(self, asked):
         now_s = self.clock.now_s()
         last = np.array([job.limit_w for job in self.jobs])
-        command = self.shaped.command_w(limit_w[0], last, now_s - self.written_s)
+        command = self.shaped.command_w(asked.limit_w[0], last, now_s - self.written_s)
         for j, job in enumerate(self.jobs):
             if self.obeys and command[j] != last[j]:
                 self.written_s[j], job.limit_w = now_s, float(command[j])
@@ -275,8 +275,8 @@ def test_the_emulator_of_a_calibrated_plant_behaves_like_the_plant(tmp_path):
     errors = []
     (before,) = plant.sample()
     for limit in commands:
-        plant.apply(np.array([[limit]]))
-        emulator.apply(np.array([[limit]]))
+        plant.apply(Command(np.array([[limit]])))
+        emulator.apply(Command(np.array([[limit]])))
         plant.advance()
         (after,) = plant.sample()
         live_w = (after.energy_j - before.energy_j) / (after.metered_s - before.metered_s)

@@ -7,6 +7,7 @@ import pytest
 
 from wattgym.envs.live.config import LiveConfig
 from wattgym.envs.live.plant import LivePlant
+from wattgym.envs.plant import Command
 from wattgym.hw.limits import CommandRules
 from wattgym.hw.simulated import SimulatedDevice
 from wattgym.hw.telemetry import GuardState
@@ -36,7 +37,7 @@ def test_the_last_command_is_held_for_a_while_and_then_the_device_is_given_back(
     with LivePlant(settings, 0.5, CommandRules(interval_s=0.2), tmp_path / "jobs") as plant:
         plant.reset([np.random.default_rng(0)])
         device = SimulatedDevice.attach(tmp_path / "devices" / "SIM-h100-sxm-0.simulated")
-        plant.apply(np.array([[LOW_W]]))
+        plant.apply(Command(np.array([[LOW_W]])))
         plant.advance()
         assert device.requested_limit_mw() == LOW_W * 1000
         # Longer than the lease, as while a learner updates: the poller's readings are the sign of life.
@@ -44,7 +45,7 @@ def test_the_last_command_is_held_for_a_while_and_then_the_device_is_given_back(
         assert device.requested_limit_mw() == LOW_W * 1000
         # Nobody comes back: the watchdog gives the device back, and the guard writes nothing more.
         wait_until(lambda: device.requested_limit_mw() == 700_000)
-        plant.apply(np.array([[LOW_W]]))
+        plant.apply(Command(np.array([[LOW_W]])))
         plant.advance()
         wait_until(lambda: plant.guards[0].state is GuardState.FROZEN)
         assert device.requested_limit_mw() == 700_000

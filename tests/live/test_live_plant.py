@@ -13,7 +13,7 @@ from wattgym.envs.emulator.emulator import Emulator
 from wattgym.envs.live.config import LiveConfig
 from wattgym.envs.live.plant import JobDiedError, LivePlant
 from wattgym.envs.observation import ObservationBuilder, ObservationLayout
-from wattgym.envs.plant import Phase
+from wattgym.envs.plant import Command, Phase
 from wattgym.envs.shaping import PowerShaping
 from wattgym.hw.limits import CommandRules
 from wattgym.hw.simulated import Faults, SimulatedDevice
@@ -65,7 +65,7 @@ def hold(plant, position, ticks):
     spec = plant.spec
     found = []
     for _ in range(ticks):
-        plant.apply(spec.min_limit_w + position * (spec.max_limit_w - spec.min_limit_w))
+        plant.apply(Command(spec.min_limit_w + position * (spec.max_limit_w - spec.min_limit_w)))
         found.append(plant.advance())
     return found
 
