@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from wattgym.errors import UserError
 from wattgym.live.channel import Channel, JobState, JobStatus, Knobs
 from wattgym.live.checkpoint import newest_checkpoint
+from wattgym.live.learner import Learner
 from wattgym.live.models import check_available, load_model
 from wattgym.live.pacing import Reporter, StopFlag
 from wattgym.live.records import read_examples
@@ -105,7 +106,7 @@ def test_learns_and_reports(config, train, tmp_path):
     assert status.loss_mean == pytest.approx(np.mean([found[n] for n in range(11, 31)]))
     assert [reporter.phases.count(p) for p in (Phase.EVALUATE, Phase.CHECKPOINT)] == [3, 2]
     assert all(status.phase_s[p] > 0 for p in (Phase.LOAD, Phase.COMPUTE, Phase.EVALUATE, Phase.CHECKPOINT))
-    assert sum(p.numel() for p in trainer._model.parameters()) < 500_000
+    assert sum(p.numel() for p in trainer._learner.model.parameters()) < 500_000
 
 
 def test_first_loss_is_the_mean_over_answer_tokens(config, train):
@@ -211,13 +212,13 @@ def test_other_records_are_refused_on_resuming(config, train, records):
 
 
 def test_memory_that_runs_out_in_an_evaluation_is_named_too(config, train, monkeypatch):
-    def refuse(self, batch):
+    def refuse(self, data, batch):
         if not torch.is_grad_enabled():
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
-        return loss_sum(self, batch)
+        return loss_sum(self, data, batch)
 
-    loss_sum = Trainer._loss_sum
-    monkeypatch.setattr(Trainer, "_loss_sum", refuse)
+    loss_sum = Learner.loss_sum
+    monkeypatch.setattr(Learner, "loss_sum", refuse)
     with pytest.raises(UserError, match=r"out of memory on cpu, float32 in a micro-batch of 4 x \d+ tokens"):
         train(config(max_steps=1, evaluate_every=1), "a")
 
@@ -233,7 +234,7 @@ def test_adapter_is_in_peft_s_own_format(config, train, tmp_path):
     with pytest.warns(FutureWarning, match="is_gradient_checkpointing"):
         loaded = PeftModel.from_pretrained(base, folder / "adapter")
     with torch.no_grad():
-        assert torch.equal(loaded(input_ids=ids).logits, trainer._model(input_ids=ids).logits)
+        assert torch.equal(loaded(input_ids=ids).logits, trainer._learner.model(input_ids=ids).logits)
 
 
 def test_gradient_checkpointing_gives_the_same_losses(config, train):
