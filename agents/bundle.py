@@ -19,7 +19,7 @@ from pydantic import Field
 from wattgym.agents.config import Algorithm
 from wattgym.agents.onnx_policy import Float32Array, OnnxPolicy, Recurrence, State, read_golden
 from wattgym.config import FrozenModel, parse_config
-from wattgym.envs.config import ActionConfig, ObservationConfig, PowerShapingConfig
+from wattgym.envs.config import ActionConfig, KnobRules, ObservationConfig, PowerShapingConfig
 from wattgym.envs.observation import BOUND, ObservationLayout
 from wattgym.envs.plant import FloatArray
 from wattgym.envs.shaping import ControlTask
@@ -59,13 +59,14 @@ class Contract(FrozenModel):
     """What a plant must agree on with a policy.
 
     Attributes:
-        jobs: Jobs J; the action holds one number for each.
+        jobs: Jobs J; the action holds one number for each of them and each knob of `action.knobs`, knob by knob.
         period_s: Control period, seconds.
         action: Meaning of an action.
         action_bounds: Smallest and largest number in an action.
         observation: Optional parts of the observation and how they are computed.
         features: The observation vector, in order.
         rules: Safety limits that commands pass on their way to the devices.
+        knob_rules: Rules for the knobs beside the power limit.
     """
 
     jobs: int = Field(ge=1)
@@ -75,6 +76,12 @@ class Contract(FrozenModel):
     observation: ObservationConfig
     features: tuple[BoundedFeature, ...] = Field(min_length=1)
     rules: CommandRules
+    knob_rules: KnobRules = Field(default_factory=KnobRules)
+
+    @property
+    def actions(self) -> int:
+        """Numbers in an action."""
+        return self.jobs * len(self.action.knobs)
 
     @classmethod
     def of(cls, config: PowerShapingConfig, layout: ObservationLayout) -> Contract:
@@ -87,6 +94,7 @@ class Contract(FrozenModel):
             observation=layout.config,
             features=tuple(BoundedFeature(name=f.name, unit=f.unit, low=-BOUND, high=BOUND) for f in layout.features),
             rules=config.rules,
+            knob_rules=config.knob_rules,
         )
 
     def difference(self, other: Contract) -> tuple[str, Any, Any] | None:
@@ -213,7 +221,7 @@ class BundleController:
             raise UserError(f"{self._bundle.folder}: the plant's {field} is {shown!r}, the policy needs {wanted!r}")
 
     def act(self, observation: Float32Array) -> FloatArray:
-        """The policy's deterministic actions, shape `(B, J)`."""
+        """The policy's deterministic actions, shape `(B, A)`."""
         action, self._state = self._bundle.policy.step(observation, self._state)
         return action.astype(np.float64)
 
@@ -241,7 +249,7 @@ def load_bundle(folder: str | Path) -> Bundle:
     path = Path(folder)
     manifest = read_bundle_manifest(path, BundleManifest)
     content = {name: read_checked(path / name, manifest.sha256.get(name)) for name in (POLICY, GOLDEN)}
-    shape = (len(manifest.contract.features), manifest.contract.jobs, manifest.recurrence)
+    shape = (len(manifest.contract.features), manifest.contract.actions, manifest.recurrence)
     name = GOLDEN
     try:
         golden = read_golden(content[GOLDEN], *shape)

@@ -238,7 +238,7 @@ def _training(name: str, *, small: bool) -> JobConfig:
 
 
 def _check_contract(bundle: Bundle, env: PowerShapingConfig) -> None:
-    contract = Contract.of(env, ObservationLayout(env.observation, env.site.jobs))
+    contract = Contract.of(env, ObservationLayout.of(env))
     found = bundle.manifest.contract.difference(contract)
     if found is not None:
         field, wanted, shown = found

@@ -141,7 +141,7 @@ class FallbackController:
         action, why = self._ask(shown)
         if action is None:
             reasons = [reason or why for reason in reasons] if why is not Reason.LATE else [why] * len(reasons)
-            action = np.zeros((shown.shape[0], self._task.layout.jobs))
+            action = np.zeros((shown.shape[0], self._task.layout.actions))
         else:
             action = self._checked(action, reasons)
         self._decide(reasons)
@@ -177,7 +177,7 @@ class FallbackController:
         return answer.action, Reason.FAILED
 
     def _checked(self, action: FloatArray, reasons: list[Reason | None]) -> FloatArray:
-        wanted = (len(reasons), self._task.layout.jobs)
+        wanted = (len(reasons), self._task.layout.actions)
         if np.shape(action) != wanted:
             self.last_failure = f"action of shape {np.shape(action)}, expected {wanted}"
             reasons[:] = [reason or Reason.FAILED for reason in reasons]

@@ -68,7 +68,7 @@ class OnnxPolicy:
             episode_start: 1 where a site's episode begins and its memory is to be forgotten, shape `(B,)`.
 
         Returns:
-            Actions, shape `(B, J)`, and the memory for the next step.
+            Actions, shape `(B, A)`, and the memory for the next step.
 
         Raises:
             ValueError: The shapes do not fit.
@@ -100,7 +100,7 @@ class Golden:
 
     Attributes:
         observation: Shape `(T, B, D)`.
-        action: Shape `(T, B, J)`.
+        action: Shape `(T, B, A)`.
         episode_start: 1 where an episode begins, shape `(T, B)`.
         state: Memory before the first step; None for policies without.
     """
@@ -147,13 +147,13 @@ def read_arrays(content: bytes) -> dict[str, NDArray[Any]]:
     return {name: array for name, array in arrays.items() if isinstance(array, np.ndarray)}
 
 
-def read_golden(content: bytes, features: int, jobs: int, recurrence: Recurrence | None) -> Golden:
+def read_golden(content: bytes, features: int, actions: int, recurrence: Recurrence | None) -> Golden:
     """Reads golden pairs: arrays of numbers only, of exactly the shapes that the policy implies.
 
     Args:
         content: Content of an `.npz` file.
         features: Length D of the observation vector.
-        jobs: Jobs J.
+        actions: Numbers A in an action.
         recurrence: The policy's memory; None: none.
 
     Raises:
@@ -166,7 +166,7 @@ def read_golden(content: bytes, features: int, jobs: int, recurrence: Recurrence
     steps, batch = observation.shape[:2]
     shapes: dict[str, tuple[int, ...]] = {
         "observation": (steps, batch, features),
-        "action": (steps, batch, jobs),
+        "action": (steps, batch, actions),
         "episode_start": (steps, batch),
     }
     if recurrence is not None:

@@ -100,7 +100,7 @@ class Offer(FrozenModel):
     """What a site promises for a kind of signal: its base power and the capacity around it.
 
     Attributes:
-        base: Base power as a position in the feasible band, 0 = floor, 1 = full power.
+        base: Base power as a position in the band (`SignalConfig.band`), 0 = floor, 1 = full power.
         capacity: Capacity as a share of `of`.
         of: `band` (full minus floor) or `base` (the base power itself, as peak events are worded).
     """
@@ -147,6 +147,11 @@ class SignalConfig(FrozenModel):
         trace: Follow this one recorded signal (catalogue id or file) instead of drawing from `families`.
         start_s: Where in `trace` episodes begin, seconds.
         offers: Offers that replace the default of a family.
+        band: What offers are relative to: `limits`, the band that power limits alone span whatever knobs are enabled,
+            so that results with and without knobs compare at equal targets; or `knobs`, down to what the enabled
+            knobs reach.
+        infeasible: What becomes of an offer that leaves the feasible band: `refuse` it, or `track` the part within
+            (targets are held to the band; `ControlTask.shortfall_w` tells what is missing).
     """
 
     families: dict[str, float] = Field(default_factory=lambda: dict(_FAMILIES), min_length=1)
@@ -154,6 +159,8 @@ class SignalConfig(FrozenModel):
     trace: str | None = None
     start_s: float = 0.0
     offers: dict[str, Offer] = Field(default_factory=dict)
+    band: Literal["limits", "knobs"] = "limits"
+    infeasible: Literal["refuse", "track"] = "refuse"
 
     @model_validator(mode="after")
     def _weights(self) -> SignalConfig:
@@ -311,8 +318,12 @@ class PowerShapingConfig(FrozenModel):
             raise ValueError(f"episode_s {self.episode_s:g} must be a whole number of periods of {self.period_s:g} s")
         if not self.action.beside_limit:
             # Keys that nothing would read are refused, as misspelt ones are.
-            for where, found in (("knob_rules", self.knob_rules), ("site.knobs", self.site.knobs)):
-                if found != type(found)():
+            for where, changed in (
+                ("knob_rules", self.knob_rules != KnobRules()),
+                ("site.knobs", self.site.knobs != KnobPhysics()),
+                ("signal.band", self.signal.band != "limits"),
+            ):
+                if changed:
                     raise ValueError(f"{where} is set, but action.knobs enables no knob beside the power limit")
         return self
 

@@ -36,10 +36,9 @@ class KnobSettings:
         self._n_gpus = spec.n_gpus
         self._period_s = spec.period_s
         shape = spec.n_gpus.shape
-        fewest = np.maximum(np.ceil(rules.min_active_share * spec.n_gpus).astype(np.int64), 1)
         counts = {
             "micro_batch": spec.knobs.micro_batches,
-            "active_gpus": spec.n_gpus - fewest + 1,
+            "active_gpus": spec.n_gpus - fewest_active(rules, spec.n_gpus) + 1,
             "local_steps": np.minimum(spec.knobs.max_local_steps, rules.max_local_steps),
         }
         self._last_index = {name: counts[name] - 1 for name in names if name in DISCRETE}
@@ -125,6 +124,34 @@ class KnobSettings:
             return self._n_gpus - in_force.active_gpus
         assert in_force.local_steps is not None
         return in_force.local_steps - 1
+
+
+def reachable_w(rules: KnobRules, names: tuple[KnobName, ...], spec: PlantSpec) -> tuple[FloatArray, FloatArray]:
+    """Lowest and highest nominal site power that enabled knobs reach while every job computes, each `(B,)`, W.
+
+    Args:
+        rules: Rules in force.
+        names: Enabled knobs, the power limit among them or not.
+        spec: The plant.
+    """
+    table = spec.knobs
+    if table is None:
+        return spec.floor_w, spec.full_w
+    power = table.power_w if "micro_batch" in names else table.power_w[:, :, :1]
+    lowest = power.min(axis=(2, 3)) if "power_limit" in names else power[..., -1].min(axis=2)
+    share = np.ones(spec.n_gpus.shape)
+    if "active_gpus" in names:
+        share = fewest_active(rules, spec.n_gpus) / spec.n_gpus
+    if "duty_cycle" in names:
+        share = share * rules.min_duty
+    low: FloatArray = (table.idle_w + share * (lowest - table.idle_w)).sum(axis=1) + spec.host_w
+    high: FloatArray = power.max(axis=(2, 3)).sum(axis=1) + spec.host_w
+    return low, high
+
+
+def fewest_active(rules: KnobRules, n_gpus: IntArray) -> IntArray:
+    """GPUs of each job that stay active whatever is asked for."""
+    return np.maximum(np.ceil(rules.min_active_share * n_gpus - 1e-9).astype(np.int64), 1)
 
 
 def position_of(rules: KnobRules, name: KnobName, command: Command, spec: PlantSpec) -> FloatArray:

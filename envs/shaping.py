@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from wattgym.envs.config import OFFERS, PowerShapingConfig, SignalConfig
 from wattgym.envs.feedback import FeedbackLoop
-from wattgym.envs.knob_actions import KnobSettings, position_of
+from wattgym.envs.knob_actions import KnobSettings, position_of, reachable_w
 from wattgym.envs.knobs import Command, KnobName
 from wattgym.envs.observation import ObservationBuilder, ObservationLayout, common_limit
 from wattgym.envs.plant import FloatArray, Plant, PlantSpec, Telemetry
@@ -33,6 +33,8 @@ class ControlTask:
         base_w: Declared base power, shape `(B,)`, W.
         capacity_w: Offered capacity, shape `(B,)`, W.
         loop: What actions are added to where they are `residual_pi`.
+        shortfall_w: Mean power by which the offered targets leave the feasible band, shape `(B,)`, W; None where all
+            of them lie within.
     """
 
     spec: PlantSpec
@@ -41,6 +43,7 @@ class ControlTask:
     base_w: FloatArray
     capacity_w: FloatArray
     loop: FeedbackLoop | None = None
+    shortfall_w: FloatArray | None = None
 
     @property
     def limit_per_error(self) -> FloatArray:
@@ -177,9 +180,10 @@ class PowerShaping:
         self.signals = tuple(self._draw_signal(rng) for rng in rngs)
         telemetry = self.plant.reset(rngs)
         spec = self.plant.spec
-        base, capacity = _offered(config.signal, spec, self.signals)
+        feasible = reachable_w(config.knob_rules, config.action.knobs, spec)
+        base, capacity = _offered(config.signal, spec, self.signals, feasible)
         self.signal = np.stack([signal.values for signal in self.signals])
-        self.targets_w = target_w(base[:, None], capacity[:, None], self.signal)
+        self.targets_w, shortfall = _within(target_w(base[:, None], capacity[:, None], self.signal), *feasible)
         self._per_capacity = 1.0 / capacity
         self._range = spec.max_limit_w - spec.min_limit_w
         self._movement_per_w = 1.0 / np.maximum(self._range, 1e-9) / self._range.shape[1]
@@ -190,7 +194,7 @@ class PowerShaping:
         self._tick = 0
         if config.action.kind == "residual":
             self._feed_forward = common_limit(spec, self.targets_w)
-        task = ControlTask(spec, self.layout, config, base, capacity)
+        task = ControlTask(spec, self.layout, config, base, capacity, shortfall_w=shortfall)
         if config.action.gains is not None:
             task = replace(task, loop=FeedbackLoop(config.action.gains, task.limit_per_error))
         beside = config.action.beside_limit
@@ -319,9 +323,22 @@ def configured_signal(config: PowerShapingConfig) -> Signal:
     return signal if signal.family in OFFERS else replace(signal, family="recorded")
 
 
-def _offered(settings: SignalConfig, spec: PlantSpec, signals: Sequence[Signal]) -> tuple[FloatArray, FloatArray]:
+def _within(targets_w: FloatArray, low_w: FloatArray, high_w: FloatArray) -> tuple[FloatArray, FloatArray | None]:
+    """Targets held to the feasible band, and by how much they left it, shape `(B,)`, W; None if they did not."""
+    held = np.clip(targets_w, low_w[:, None], high_w[:, None])
+    shortfall = np.abs(targets_w - held).mean(axis=1)
+    # What rounding alone makes of a target at the band's edge is left as it is.
+    if (shortfall <= 1e-6 * high_w).all():
+        return targets_w, None
+    return held, shortfall
+
+
+def _offered(
+    settings: SignalConfig, spec: PlantSpec, signals: Sequence[Signal], feasible: tuple[FloatArray, FloatArray]
+) -> tuple[FloatArray, FloatArray]:
     """Base power and capacity of each site, W."""
-    floor, full = spec.floor_w, spec.full_w
+    lowest, highest = feasible
+    floor, full = (spec.floor_w, spec.full_w) if settings.band == "limits" else feasible
     base, capacity = np.empty_like(floor), np.empty_like(floor)
     for b, signal in enumerate(signals):
         offer = settings.offer(signal.family)
@@ -329,13 +346,13 @@ def _offered(settings: SignalConfig, spec: PlantSpec, signals: Sequence[Signal])
         base[b] = floor[b] + offer.base * band
         capacity[b] = offer.capacity * (band if offer.of == "band" else base[b])
         short = max(
-            floor[b] - (base[b] - capacity[b] * max(signal.values.max(), 0.0)),
-            (base[b] - capacity[b] * min(signal.values.min(), 0.0)) - full[b],
+            lowest[b] - (base[b] - capacity[b] * max(signal.values.max(), 0.0)),
+            (base[b] - capacity[b] * min(signal.values.min(), 0.0)) - highest[b],
         )
-        if short > 1e-6 * full[b]:
+        if settings.infeasible == "refuse" and short > 1e-6 * full[b]:
             raise UserError(
                 f"signal '{signal.id}': capacity {capacity[b]:.0f} W around base {base[b]:.0f} W leaves the feasible "
-                f"band {floor[b]:.0f} W to {full[b]:.0f} W by {short:.0f} W; "
-                f"lower signal.offers.{signal.family}.capacity"
+                f"band {lowest[b]:.0f} W to {highest[b]:.0f} W by {short:.0f} W; "
+                f"lower signal.offers.{signal.family}.capacity, or track what can be had with signal.infeasible: track"
             )
     return base, capacity

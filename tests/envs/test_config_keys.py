@@ -19,6 +19,10 @@ REGA = {"signal": {"families": {"rega": 1.0}}}
 TRACE = {"signal": {"trace": "rega"}}
 RESIDUAL = {"action": {"kind": "residual"}}
 LOOP = {"action": {"kind": "residual_pi", "gains": {"proportional": 0.3, "integral": 0.1, "rate": 0.2}}}
+ALL = ["power_limit", "micro_batch", "active_gpus", "duty_cycle", "local_steps"]
+KNOBS = {"action": {"knobs": ALL}}
+# More than any site can give, so that one of two ends refuses and the other tracks.
+STEEP = {"signal": {"offers": {"synthetic_regd": {"base": 0.9, "capacity": 0.9, "of": "base"}}, "infeasible": "track"}}
 OFFER = {"base": 0.5, "capacity": 0.3, "of": "band"}
 OFFERED = {"signal": {"offers": {"synthetic_regd": OFFER}}}
 FAST = {"period_s": 1.0, "rules": {"raise_window_s": 1.0}}
@@ -45,6 +49,23 @@ ALTERNATIVES = {
     "signal.offers.*.base": (0.6, OFFERED),
     "signal.offers.*.capacity": (0.2, OFFERED),
     "signal.offers.*.of": ("base", {"signal": {"offers": {"synthetic_regd": {**OFFER, "capacity": 0.1}}}}),
+    "signal.band": ("knobs", KNOBS),
+    "signal.infeasible": ("refuse", STEEP),
+    "site.knobs.step_s": (11.0, KNOBS),
+    "site.knobs.comm_share": ((0.3, 0.3), KNOBS),
+    "site.knobs.straggler_share": ((0.2, 0.2), KNOBS),
+    "site.knobs.micro_batch_switch_s": (2.0, KNOBS),
+    "site.knobs.active_gpus_switch_s": (2.0, KNOBS),
+    "site.knobs.local_steps_switch_s": (2.0, KNOBS),
+    "knob_rules.hysteresis": (0.49, KNOBS),
+    "knob_rules.micro_batch_dwell_s": (60.0, KNOBS),
+    "knob_rules.active_gpus_dwell_s": (5.0, KNOBS),
+    "knob_rules.local_steps_dwell_s": (5.0, KNOBS),
+    "knob_rules.duty_dead_band": (0.4, KNOBS),
+    "knob_rules.min_duty": (0.4, KNOBS),
+    "knob_rules.min_active_share": (0.5, KNOBS),
+    "knob_rules.max_local_steps": (2, KNOBS),
+    "action.knobs": (["power_limit", "duty_cycle"], {}),
     "action.kind": ("delta", {}),
     "action.scale": (0.1, RESIDUAL),
     "action.gains.proportional": (0.1, LOOP),
@@ -70,6 +91,10 @@ ALTERNATIVES = {
     "period_s": (4.0, {}),
     "episode_s": (60.0, {}),
 }
+
+
+# Keys that act by refusing, and what the message says.
+REFUSED = {"rules.interval_s": "shorter than rules.interval_s", "signal.infeasible": "leaves the feasible band"}
 
 
 def leaves(model, prefix=""):
@@ -131,8 +156,7 @@ def test_every_key_has_an_effect(key):
     before, after = trajectory(base), trajectory(merged(base, nested(key, value)))
     assert not isinstance(before, str), before
     if isinstance(after, str):
-        assert key == "rules.interval_s"
-        assert "shorter than rules.interval_s" in after
+        assert REFUSED[key] in after
     else:
         assert not np.array_equal(before, after), f"{key} changes nothing"
 
