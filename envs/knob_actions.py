@@ -47,6 +47,7 @@ class KnobSettings:
         self._since_s = {name: np.full(shape, np.inf) for name in self._last_index}
         self._duty = np.ones(shape)
         self._position = {name: np.ones(shape) for name in names}
+        self._in_force = dict(self._position)
 
     def position(self, name: KnobName) -> FloatArray:
         """Position that was asked for last, before rounding, shape `(B, J)`."""
@@ -65,6 +66,14 @@ class KnobSettings:
             shown: FloatArray = (in_force.duty - low) / (1.0 - low)
             return shown
         return 1.0 - self._numbered(name, in_force) / np.maximum(self._last_index[name], 1)
+
+    def movement(self, in_force: Command) -> FloatArray:
+        """Change of the settings in force since the last call, position mean over jobs, summed over knobs, `(B,)`."""
+        total = np.zeros(self._duty.shape[0])
+        for name, before in self._in_force.items():
+            self._in_force[name] = shown = self.shown(name, in_force)
+            total += np.abs(shown - before).mean(axis=1)
+        return total
 
     def command(self, limit_w: FloatArray, positions: Mapping[KnobName, FloatArray]) -> Command:
         """The setting for the coming period.

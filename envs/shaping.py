@@ -240,6 +240,9 @@ class PowerShaping:
         power = telemetry.meter_w.sum(axis=1) + telemetry.host_w
         throughput = (telemetry.throughput * self._weight).sum(axis=1)
         movement = (np.abs(telemetry.limit_w - self._limit) * self._movement_per_w).sum(axis=1)
+        if self._settings is not None:
+            assert telemetry.in_force is not None
+            movement = movement + self._settings.movement(telemetry.in_force)
         terms = reward_terms(self.config.reward, (power - target) * self._per_capacity, throughput, movement)
         self._limit = telemetry.limit_w
         return Outcome(

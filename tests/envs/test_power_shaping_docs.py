@@ -7,11 +7,13 @@ import inspect
 import json
 import re
 from pathlib import Path
+from types import UnionType
 
 import pytest
 from pydantic import BaseModel
 
 from wattgym.envs.config import OFFERS, ObservationConfig, PowerShapingConfig
+from wattgym.envs.knobs import KNOBS
 from wattgym.envs.observation import ObservationLayout
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "environment.md"
@@ -19,7 +21,8 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "environment.md"
 
 def observation_table():
     """Every feature once: histories and previews as `_k`, features of jobs as `job{j}.`."""
-    layout = ObservationLayout(ObservationConfig(preview_periods=1, error_history=1, command_history=1), jobs=1)
+    config = ObservationConfig(preview_periods=1, error_history=1, command_history=1)
+    layout = ObservationLayout(config, jobs=1, knobs=KNOBS)
     rows = []
     for prefix, features in (("", layout.site_features), ("job{j}.", layout.job_features)):
         for f in features:
@@ -53,7 +56,8 @@ def config_rows(model, prefix=""):
         yield f"| `{prefix}{name}` | {shown} | {meanings[name]} |"
         for part in getattr(field.annotation, "__args__", ()):
             if isinstance(part, type) and issubclass(part, BaseModel):
-                yield from config_rows(part, f"{prefix}{name}.FAMILY.")
+                optional = isinstance(field.annotation, UnionType)
+                yield from config_rows(part, f"{prefix}{name}." if optional else f"{prefix}{name}.FAMILY.")
 
 
 def config_table():
@@ -86,7 +90,7 @@ def test_tables_of_the_page_are_those_of_the_code(name):
 
 
 def test_the_table_has_every_feature_of_a_layout():
-    layout = ObservationLayout(ObservationConfig(preview_periods=3), jobs=2)
+    layout = ObservationLayout(ObservationConfig(preview_periods=3), jobs=2, knobs=KNOBS)
     table = "\n".join(observation_table())
     for feature in layout.features:
         name = re.sub(r"^job\d+", "job{j}", re.sub(r"_\d+$", "_k", feature.name))
