@@ -158,7 +158,7 @@ def evaluate_selectors(
                 values = stage.metrics(episode, standard)
                 rows.append(EpisodeResult(name, scenario, stage.family, stage.group, episode.seed, values, train_run))
                 if i < plan.traced and name not in traced:
-                    traces.append(_trace(name, scenario, episode))
+                    traces.append(selection_trace(name, scenario, episode))
             traced.add(name)
     return EvaluationResult(
         rows=rows,
@@ -187,7 +187,8 @@ def _episodes(
         yield name, "", stage.run(make_selector(name, settings.get(name)))
 
 
-def _trace(name: str, scenario: str, episode: SelectionEpisode) -> SelectionTrace:
+def selection_trace(name: str, scenario: str, episode: SelectionEpisode) -> SelectionTrace:
+    """Course of an episode, for plots."""
     return SelectionTrace(
         controller=name,
         scenario=scenario,

@@ -29,7 +29,8 @@ class LiveFederation(FederationEmulator):
     """A federation of named sites that really train; a batch of one.
 
     Attributes:
-        record: Record of the last round; None before the first.
+        record: Record of the last round; None before the first, or if nobody trained.
+        evaluation: The model as it was evaluated last.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class LiveFederation(FederationEmulator):
         super().__init__(config)
         self.record: RoundRecord | None = None
         self._domains = tuple(domains)
-        self._start = start
+        self.evaluation = self._start = start
         self._play_round = play
         self._per_step = self.library.learning.reference_samples / reference_steps
         self._wall_clock = wall_clock
@@ -85,7 +86,7 @@ class LiveFederation(FederationEmulator):
         if len(seeds) != 1:
             raise UserError(f"a live federation is one environment, not {len(seeds)}")
         super().reset(seeds, rows)
-        self.record = None
+        self.record, self.evaluation = None, self._start
         known, by_domain = self.telemetry, self._losses(self._start)
         self._hidden.loss = np.array([self._start.loss])
         known.loss, known.domain_loss = self._hidden.loss.copy(), by_domain
@@ -93,6 +94,7 @@ class LiveFederation(FederationEmulator):
         known.site_loss = known.mix_loss.copy()
 
     def _play(self, chosen: BoolArray) -> Played:
+        self.record = None
         emulated = super()._play(chosen)
         # A site that the emulated federation loses or finds late must not reach the model, so it does not train.
         trains = chosen if self._wall_clock else emulated.counted
@@ -108,6 +110,7 @@ class LiveFederation(FederationEmulator):
             for k in present
         }
         self.record = self._play_round(assignments)
+        self.evaluation = self.record.evaluation
         return self._as_played(emulated, self.record)
 
     def _as_played(self, emulated: Played, record: RoundRecord) -> Played:
