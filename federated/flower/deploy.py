@@ -1,0 +1,181 @@
+"""SuperLink and SuperNodes on this machine's loopback, with TLS and node authentication, ended whatever happens.
+
+The same programs with the same options start them on several hosts; `docs/flower.md` lists the commands.
+"""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from wattgym.errors import UserError
+from wattgym.federated.flower.control import Control, environment, last_line
+from wattgym.federated.flower.credentials import Credentials, create
+from wattgym.federated.flower.keeper import ProcessFamily
+
+HOST = "127.0.0.1"
+READY_S = 90.0
+
+
+class Loopback:
+    """A SuperLink and one SuperNode per site on this machine.
+
+    Attributes:
+        control: Commands to the SuperLink.
+        family: All processes that were started, with what they started.
+    """
+
+    def __init__(
+        self, sites: Mapping[str, Path], folder: Path, port: int | None = None, credentials: Credentials | None = None
+    ) -> None:
+        """Checks everything that can be wrong before a process is started.
+
+        Args:
+            sites: The trainers' sockets by name of the site.
+            folder: Private folder for configuration, logs and, unless given, credentials.
+            port: The SuperLink's port; a free one if None.
+            credentials: Certificates and keys; made for this deployment, valid for 30 days, if None.
+
+        Raises:
+            UserError: Flower is missing, the port is taken, or the credentials are incomplete or expired.
+        """
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._sites = dict(sites)
+        self._folder = folder
+        self._port = free_port() if port is None else port
+        if port is not None:
+            check_port(port)
+        for socket_path in sites.values():
+            if "'" in str(socket_path):
+                raise UserError(f"{socket_path}: a path with a quotation mark cannot be told to a SuperNode")
+        if credentials is None:
+            credentials = create(folder / "credentials", [HOST, "localhost"], list(sites), timedelta(days=30))
+        credentials.check(sites)
+        self._credentials = credentials
+        self.control = Control(f"{HOST}:{self._port}", credentials.ca_certificate, folder)
+        self.family = ProcessFamily()
+        self._nodes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self) -> None:
+        """Starts the SuperLink, lets the sites' keys in and starts the SuperNodes.
+
+        Raises:
+            UserError: One of them does not start.
+        """
+        superlink = self.family.start(
+            [
+                _program("flower-superlink"),
+                *("--host", HOST, "--port", str(self._port)),
+                *("--ssl-certfile", str(self._credentials.certificate)),
+                *("--ssl-keyfile", str(self._credentials.key)),
+                *("--ssl-ca-certfile", str(self._credentials.ca_certificate)),
+                "--enable-supernode-auth",
+                "--disable-runtime-dependency-installation",
+            ],
+            self._folder / "superlink.log",
+            environment(self.control.home),
+        )
+        _wait_for_port(self._port, superlink, "SuperLink", self._folder / "superlink.log")
+        self.control.check()
+        self.control.register({site: self._credentials.site_public_key(site) for site in self._sites})
+        for site in self._sites:
+            self.start_node(site)
+
+    def start_node(self, site: str) -> None:
+        """Starts a site's SuperNode, for the first time or again.
+
+        Raises:
+            UserError: It does not start.
+        """
+        port = free_port()
+        log = self._folder / f"supernode-{site}.log"
+        node = self.family.start(
+            [
+                _program("flower-supernode"),
+                *("--superlink", self.control.address),
+                *("--root-certificates", str(self._credentials.ca_certificate)),
+                *("--auth-supernode-private-key", str(self._credentials.site_key(site))),
+                *("--host", HOST, "--port", str(port)),
+                *("--node-config", f"socket='{self._sites[site]}'"),
+            ],
+            log,
+            environment(self._folder / "nodes" / site),  # Nodes would unpack the app over each other.
+        )
+        self._nodes[site] = node
+        _wait_for_port(port, node, f"SuperNode of site '{site}'", log)
+
+    def node_pid(self, site: str) -> int:
+        """Process of a site's SuperNode."""
+        return self._nodes[site].pid
+
+    def close(self) -> None:
+        """Ends every process and waits for it; safe to call twice."""
+        self.family.close()
+
+    def __enter__(self) -> Self:
+        """Starts it, or leaves nothing running."""
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Ends every process."""
+        self.close()
+
+
+def free_port() -> int:
+    """A port of the loopback that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+def check_port(port: int) -> None:
+    """Makes sure that a port can be listened on.
+
+    Raises:
+        UserError: It is in use, or no port.
+    """
+    if not 1 <= port <= 65535:
+        raise UserError(f"port {port}: expected 1 to 65535")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError as error:
+            raise UserError(f"port {port} on {HOST}: {error.strerror}; choose another or leave it out") from None
+
+
+def _wait_for_port(port: int, process: subprocess.Popen[bytes], who: str, log: Path) -> None:
+    """Waits until a process listens.
+
+    Raises:
+        UserError: It ended, or does not within `READY_S`.
+    """
+    until_s = time.monotonic() + READY_S
+    while time.monotonic() < until_s:
+        with suppress(OSError):
+            socket.create_connection((HOST, port), timeout=1).close()
+            return
+        if process.poll() is not None:
+            raise UserError(f"{who} did not start: {last_line(log.read_text(errors='replace'))} (see {log})")
+        time.sleep(0.1)
+    raise UserError(f"{who} does not listen on port {port} after {READY_S:g} s (see {log})")
+
+
+def _program(name: str) -> str:
+    """A program that Flower installs beside this interpreter."""
+    return str(Path(sys.executable).parent / name)

@@ -1,0 +1,313 @@
+"""FlowerEngine and relay over a grid inside this process; the sites are sockets that speak the site protocol."""
+
+import contextlib
+import itertools
+import json
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("flwr", reason="the Flower engine is an optional extra")
+os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
+
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.serverapp import Grid
+from flwr.supercore.task_identity import TaskIdentity
+
+from wattgym.errors import UserError
+from wattgym.federated.adapters import from_bytes, to_bytes
+from wattgym.federated.flower import engine as engine_module
+from wattgym.federated.flower.client_app import app, site_socket
+from wattgym.federated.flower.engine import FlowerEngine
+from wattgym.federated.messages import (
+    Assignment,
+    Evaluation,
+    Fate,
+    SiteFailure,
+    SiteInfo,
+    SiteMetrics,
+    TrainReply,
+    TrainRequest,
+)
+from wattgym.federated.site import wire
+
+pytestmark = pytest.mark.xdist_group("flower")
+
+RUN, SERVER_NODE = 7, 1
+ADAPTER = {"layer.lora_A.weight": np.arange(6, dtype=np.float32).reshape(2, 3)}
+
+
+class Site(threading.Thread):
+    """A trainer's socket: adds one to every weight, after a delay, or misbehaves as told."""
+
+    def __init__(self, folder: Path, name: str):
+        super().__init__(daemon=True)
+        self.path, self.name_, self.pid = folder / f"{name}.sock", name, 1000
+        self.delay_s, self.fault, self.seen = 0.0, "", []
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.bind(str(self.path))
+        self.socket.listen()
+        self.start()
+
+    def run(self):
+        while True:
+            try:
+                connection, _ = self.socket.accept()
+            except OSError:
+                return
+            threading.Thread(target=self.serve, args=(connection,), daemon=True).start()
+
+    def serve(self, connection):
+        with connection:
+            header, body = wire.receive(connection)
+            self.seen.append(header)
+            time.sleep(self.delay_s if header["kind"] == "train" else 0)
+            with contextlib.suppress(OSError):  # The relay has given up.
+                wire.send(connection, *self.answer(header, body))
+
+    def answer(self, header, body):
+        if header["kind"] == "info":
+            shapes = {name: array.shape for name, array in ADAPTER.items()}
+            return wire.info_header(SiteInfo(self.name_, 10, {"a": 10}, "hash", shapes, "cpu", self.pid)), b""
+        if self.fault:
+            return wire.failure_header(SiteFailure(Fate.FAILED, self.fault)), b""
+        if header["kind"] == "evaluate":
+            return wire.evaluation_header(
+                Evaluation(float(from_bytes(body)[next(iter(ADAPTER))].sum()), {"a": 2.0})
+            ), b""
+        request = wire.request_from(header, from_bytes(body))
+        trained = {name: array + 1 for name, array in request.adapter.items()}
+        metrics = SiteMetrics(8 * request.assignment.local_steps, 80, request.assignment.local_steps, 1.5, 0.1)
+        return wire.reply_header(TrainReply(request.run_id, request.round, self.name_, trained, metrics)), to_bytes(
+            trained
+        )
+
+    def stop(self):
+        with contextlib.suppress(OSError):  # Twice is fine.
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self.socket.close()
+
+
+class InProcessGrid(Grid):
+    """SuperLink and SuperNodes as an engine sees them: a reply is given out once, a lost one is an error."""
+
+    def __init__(self):
+        TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = RUN, SERVER_NODE, 3
+        self.nodes, self.ready, self.sent, self.pulled, self.count = {}, {}, {}, [], itertools.count(2)
+
+    def join(self, path):
+        key = next(self.count)
+        self.nodes[key] = Context(RUN, key, {"socket": str(path)}, RecordDict(), {}, 0)
+        return key
+
+    def leave(self, key):
+        """The node is gone, and so are its replies."""
+        del self.nodes[key]
+        for identifier, message in self.sent.items():
+            if message.metadata.dst_node_id == key and identifier not in self.ready:
+                self.ready[identifier] = Message(Error(5, "Node Unavailable"), reply_to=message)
+
+    run = property(lambda self: None)
+
+    def set_run(self, run):
+        raise NotImplementedError
+
+    def create_message(self, *args, **kwargs):
+        raise NotImplementedError
+
+    def send_and_receive(self, messages, *, timeout=None):
+        raise NotImplementedError
+
+    def get_node_ids(self):
+        return list(self.nodes)
+
+    def push_messages(self, messages):
+        return [self.push(message) for message in messages]
+
+    def push(self, message):
+        if message.metadata.dst_node_id not in self.nodes:
+            return None
+        identifier = f"m{len(self.sent)}"
+        message.metadata.__dict__["_message_id"] = identifier
+        self.sent[identifier] = message
+        threading.Thread(target=self.deliver, args=(identifier, message), daemon=True).start()
+        return identifier
+
+    def deliver(self, identifier, message):
+        try:
+            reply = app(message, self.nodes[message.metadata.dst_node_id])
+        except Exception as error:  # As Flower's own runtime does.
+            reply = Message(Error(2, str(error)), reply_to=message)
+        self.ready.setdefault(identifier, reply)
+
+    def pull_messages(self, message_ids):
+        found = []
+        for identifier in message_ids:
+            if identifier in self.pulled:
+                found.append(Message(Error(3, "Message Unavailable"), reply_to=self.sent[identifier]))
+            elif identifier in self.ready:
+                self.pulled.append(identifier)
+                found.append(self.ready[identifier])
+        return found
+
+
+@pytest.fixture
+def grid():
+    return InProcessGrid()
+
+
+@pytest.fixture
+def sites(tmp_path, grid):
+    made = {name: Site(tmp_path, name) for name in ("a", "b")}
+    for site in made.values():
+        site.key = grid.join(site.path)
+    yield made
+    for site in made.values():
+        site.stop()
+
+
+def requests(*names, steps=2):
+    return {name: TrainRequest("run", 4, ADAPTER, Assignment(steps + at), (0.25, 0.5)) for at, name in enumerate(names)}
+
+
+def test_a_round_reaches_each_site_with_its_own_assignment_and_bits_survive(grid, sites, tmp_path):
+    engine = FlowerEngine(grid, poll_s=0.01, timing=tmp_path / "flower.jsonl")
+    assert set(engine.members()) == {"a", "b"}
+    answers = engine.exchange(requests("a", "b"), 5.0)
+    for name, steps in (("a", 2), ("b", 3)):
+        reply, seconds = answers[name]
+        assert (reply.site, reply.round, reply.run_id, reply.metrics.steps) == (name, 4, "run", steps)
+        assert np.array_equal(reply.adapter["layer.lora_A.weight"], ADAPTER["layer.lora_A.weight"] + 1)
+        assert 0 < seconds < 5
+    assert sites["a"].seen[-1]["link_s"] == [0.25, 0.5]
+    lines = [json.loads(line) for line in (tmp_path / "flower.jsonl").read_text().splitlines()]
+    assert {(line["site"], line["round"]) for line in lines} == {("a", 4), ("b", 4)}
+    assert all(0 < line["relay_s"] <= line["total_s"] for line in lines)
+
+
+def test_a_late_site_holds_nobody_up_and_its_answer_is_never_fetched(grid, sites):
+    sites["b"].delay_s = 0.8
+    engine = FlowerEngine(grid, poll_s=0.01)
+    engine.members()
+    first = engine.exchange(requests("a", "b"), 0.4)
+    assert isinstance(first["a"][0], TrainReply)
+    assert first["b"][0].fate is Fate.LATE
+    late = next(key for key, m in grid.sent.items() if m.metadata.dst_node_id == sites["b"].key and m.metadata.group_id)
+    time.sleep(0.6)
+    assert late in grid.ready
+    sites["b"].delay_s = 0
+    assert isinstance(engine.exchange(requests("a", "b"), 5.0)["b"][0], TrainReply)
+    assert late not in grid.pulled
+
+
+def test_failed_lost_and_unknown_sites_are_answers_not_exceptions(grid, sites):
+    sites["a"].fault = "out of memory"
+    sites["b"].stop()
+    engine = FlowerEngine(grid, poll_s=0.01)
+    assert set(engine.members()) == {"a"}
+    answers = engine.exchange(requests("a", "b", "c"), 2.0)
+    assert answers["a"][0] == SiteFailure(Fate.FAILED, "out of memory")
+    assert answers["b"][0].fate is Fate.LOST
+    assert answers["c"] == (SiteFailure(Fate.LOST, "the site is not connected"), 0.0)
+
+
+def test_a_node_that_vanishes_in_a_round_is_lost_and_counts_again_when_back(grid, sites):
+    sites["b"].delay_s = 1.5
+    engine = FlowerEngine(grid, poll_s=0.01)
+    engine.members()
+    threading.Timer(0.2, grid.leave, [sites["b"].key]).start()
+    answers = engine.exchange(requests("a", "b"), 5.0)
+    assert isinstance(answers["a"][0], TrainReply)
+    assert (answers["b"][0].fate, answers["b"][1] < 1.5) == (Fate.LOST, True)
+    assert set(engine.members()) == {"a"}
+    sites["b"].delay_s = 0
+    grid.join(sites["b"].path)
+    assert set(engine.members()) == {"a", "b"}
+    assert isinstance(engine.exchange(requests("b"), 5.0)["b"][0], TrainReply)
+
+
+def test_a_restarted_trainer_says_again_who_it_is(grid, sites, tmp_path, monkeypatch):
+    monkeypatch.setattr(engine_module, "ASK_AGAIN_S", 0.0)
+    engine = FlowerEngine(grid, poll_s=0.01)
+    engine.members()
+    sites["b"].stop()
+    assert engine.exchange(requests("b"), 2.0)["b"][0].fate is Fate.LOST
+    assert set(engine.members()) == {"a"}
+    sites["b"].path.unlink()
+    again = Site(tmp_path, "b")
+    again.pid = 2000
+    until_s = time.monotonic() + 5
+    while "b" not in (found := engine.members()) and time.monotonic() < until_s:
+        time.sleep(0.02)
+    assert found["b"].pid == 2000
+    again.stop()
+
+
+def test_two_nodes_with_one_name(grid, sites, tmp_path, monkeypatch):
+    monkeypatch.setattr(engine_module, "ASK_AGAIN_S", 0.0)
+    engine = FlowerEngine(grid, poll_s=0.01)
+    engine.members()
+    (tmp_path / "other").mkdir()
+    impostor = Site(tmp_path / "other", "a")
+    impostor.pid = 3000
+    grid.join(impostor.path)
+    assert engine.members()["a"].pid == 1000  # Another trainer with a taken name stays outside …
+    engine.exchange(requests("a"), 5.0)
+    assert not [header for header in impostor.seen if header["kind"] == "train"]
+    grid.leave(sites["a"].key)
+    until_s = time.monotonic() + 5
+    while "a" not in (found := engine.members()) and time.monotonic() < until_s:
+        time.sleep(0.02)
+    assert found["a"].pid == 3000  # … until the first is gone.
+    grid.join(impostor.path)
+    assert engine.members()["a"].pid == 3000  # The same trainer behind a new node is no impostor.
+    assert isinstance(engine.exchange(requests("a"), 5.0)["a"][0], TrainReply)
+    impostor.stop()
+
+
+def test_evaluation_goes_to_another_site_when_one_cannot(grid, sites):
+    engine = FlowerEngine(grid, poll_s=0.01)
+    engine.members()
+    sites["a"].fault = "no memory"
+    assert engine.evaluate(ADAPTER, 5.0).loss == 15.0
+    sites["b"].fault = "neither"
+    assert engine.evaluate(ADAPTER, 5.0) == SiteFailure(Fate.FAILED, "neither")
+
+
+def test_a_reply_of_something_else_is_rejected(grid, sites, monkeypatch):
+    engine = FlowerEngine(grid, poll_s=0.01)
+    engine.members()
+    monkeypatch.setattr(
+        sites["a"], "answer", lambda header, body: ({"kind": "reply", "run_id": "run"}, to_bytes(ADAPTER))
+    )
+    assert engine.exchange(requests("a"), 5.0)["a"][0].fate is Fate.REJECTED
+
+
+def test_too_few_sites_is_one_line_after_a_bounded_wait(grid, sites):
+    engine = FlowerEngine(grid, poll_s=0.01)
+    with pytest.raises(UserError, match=r"^3 sites wanted, only a, b joined within 0.1 s$"):
+        engine.wait_for(3, 0.1)
+    assert set(engine.wait_for(2, 0.1)) == {"a", "b"}
+
+
+def test_a_node_without_a_site_says_how_to_start_it():
+    with pytest.raises(UserError, match="--node-config"):
+        site_socket(Context(RUN, 5, {}, RecordDict(), {}, 0))
+
+
+def test_simulated_nodes_take_the_sites_in_order(tmp_path):
+    for name in ("b", "a"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "site.sock").touch()
+    context = Context(
+        RUN, 5, {"partition-id": 1, "num-partitions": 2}, RecordDict(), {"site-folders": str(tmp_path)}, 0
+    )
+    assert site_socket(context) == tmp_path / "b" / "site.sock"
+    context.node_config["partition-id"] = 2
+    with pytest.raises(UserError, match="2 sites, none for node 2"):
+        site_socket(context)
