@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 
 from wattgym.errors import UserError
 from wattgym.federated.messages import Adapter
+from wattgym.files import atomic_write_bytes, atomic_write_json
+from wattgym.live.config import LoraSettings, ModelConfig
 
 FACTOR_A, FACTOR_B = "lora_A.weight", "lora_B.weight"
 """How the names of a LoRA layer's two factors end in peft's state dict; the layer adds `scale · B @ A`."""
@@ -59,6 +62,23 @@ def size_bytes(adapter: Adapter) -> int:
     return sum(array.nbytes for array in adapter.values())
 
 
+def initial(forms: Mapping[str, tuple[int, ...]], seed: int) -> Adapter:
+    """A fresh adapter: A uniform within `1 / sqrt(inputs)`, B zero, as peft begins (Kaiming with slope sqrt(5)).
+
+    Args:
+        forms: Shapes of the arrays.
+        seed: Equal seeds give equal adapters.
+    """
+    rng = np.random.default_rng([seed, 13])
+    adapter: Adapter = {}
+    for name in sorted(forms):
+        shape = tuple(forms[name])
+        bound = 1.0 / np.sqrt(shape[-1])
+        values = rng.uniform(-bound, bound, shape) if name.endswith(FACTOR_A) else np.zeros(shape)
+        adapter[name] = values.astype(np.float32)
+    return adapter
+
+
 def check_form(adapter: Adapter, expected: Mapping[str, tuple[int, ...]]) -> None:
     """Refuses an adapter that is not of the expected layers, shapes and type, or is not finite.
 
@@ -87,3 +107,33 @@ def difference(adapter: Adapter, reference: Adapter) -> Adapter:
 def norm(adapter: Adapter) -> float:
     """Euclidean norm of all weights, in double precision."""
     return float(np.sqrt(sum(float(np.sum(np.square(adapter[n], dtype=np.float64))) for n in sorted(adapter))))
+
+
+def save_peft(folder: Path, adapter: Adapter, lora: LoraSettings, model: ModelConfig) -> None:
+    """Writes an adapter as peft does; `PeftModel.from_pretrained` loads it.
+
+    Args:
+        folder: Folder of the two files; made if need be.
+        adapter: The adapter.
+        lora: Its settings.
+        model: The model that it belongs to.
+
+    Raises:
+        UserError: It cannot be written.
+    """
+    targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
+    atomic_write_bytes(folder / "adapter_model.safetensors", to_bytes(adapter))
+    atomic_write_json(
+        folder / "adapter_config.json",
+        {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": model.path or model.title,
+            "inference_mode": True,
+            "r": lora.rank,
+            "lora_alpha": lora.alpha,
+            "lora_dropout": lora.dropout,
+            "target_modules": targets,
+            "bias": "none",
+        },
+    )

@@ -48,7 +48,7 @@ class RoundLog:
             record: The round.
             **more: Further values of the line, such as emulated time and energy.
         """
-        line = json.dumps(_finite({**_record_json(record), **more}), allow_nan=False)
+        line = json.dumps({**record_json(record), **_finite(more)}, allow_nan=False)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
             file.flush()
@@ -79,13 +79,26 @@ def _parse(path: Path, content: bytes) -> list[tuple[RoundRecord, dict[str, Any]
     return found
 
 
-def _record_json(record: RoundRecord) -> dict[str, Any]:
-    return asdict(record)
+def record_json(record: RoundRecord) -> dict[str, Any]:
+    """A round as plain values that JSON has words for."""
+    values: dict[str, Any] = _finite(asdict(record))
+    return values
 
 
 def _record(data: dict[str, Any]) -> tuple[RoundRecord, dict[str, Any]]:
     own = {field.name for field in fields(RoundRecord)}
-    more = {name: value for name, value in data.items() if name not in own}
+    return record_from(data), {name: value for name, value in data.items() if name not in own}
+
+
+def record_from(data: dict[str, Any]) -> RoundRecord:
+    """A round from what `record_json` made of it.
+
+    Raises:
+        KeyError: A value is missing.
+        TypeError: A value is of another type.
+        ValueError: A value is unknown.
+    """
+    own = {field.name for field in fields(RoundRecord)}
     outcomes = tuple(
         SiteOutcome(
             **{
@@ -100,7 +113,7 @@ def _record(data: dict[str, Any]) -> tuple[RoundRecord, dict[str, Any]]:
     evaluation = Evaluation(**_numbers(data["evaluation"], ("accuracy",)))
     known = {name: data[name] for name in own if name not in ("outcomes", "evaluation")}
     known = _numbers(known, ("noise_scale",))
-    return RoundRecord(outcomes=outcomes, evaluation=evaluation, **known), more
+    return RoundRecord(outcomes=outcomes, evaluation=evaluation, **known)
 
 
 def _metrics(data: dict[str, Any]) -> dict[str, Any]:

@@ -200,6 +200,7 @@ class RoundRecord:
         effective_sites: `(sum w)² / sum w²` of the samples of the sites that counted; 0 if none did.
         noise_scale: φ estimated from the deltas' norms; NaN with fewer than two sites.
         emulated_clock: Whether the times are those of the emulated federation rather than the wall clock's.
+        attempt: How often the round has been tried, this time included; a round in which nobody counted is tried again.
     """
 
     round: int
@@ -210,3 +211,4 @@ class RoundRecord:
     effective_sites: float
     noise_scale: float
     emulated_clock: bool = False
+    attempt: int = 1

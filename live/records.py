@@ -67,31 +67,48 @@ class _Line:
         return value
 
 
+Label = Callable[[dict[str, Any], Example], "str | None"]
+"""Names the kind of a record by its line's fields and its example; None where they do not tell."""
+
+
 def read_examples(config: DataConfig) -> list[Example]:
     """All records of the configured source, in the order of its files.
+
+    Raises:
+        UserError: As `read_labelled`.
+    """
+    return [example for example, _ in read_labelled(config, lambda fields, example: "")]
+
+
+def read_labelled(config: DataConfig, label: Label) -> list[tuple[Example, str]]:
+    """All records of the configured source, in the order of its files, each with its label.
 
     Blank lines are skipped. The fields are found by the first record of each file and then expected in all of it.
 
     Raises:
         UserError: A file is missing or unreadable, a line is no record (file and line are named), a field is
-            missing, or there are fewer records than the hold-out and one to train on.
+            missing, a record has no label, or there are fewer records than the hold-out and one to train on.
     """
     if config.path is not None:
         paths = [Path(config.path)]
     else:
         paths = [data_path(relative) for relative in SHIPPED[config.source]]
-    examples: list[Example] = []
+    examples: list[tuple[Example, str]] = []
     for path in paths:
         parse: Callable[[_Line], Iterator[Example]] | None = None
         for line in _lines(path):
             parse = parse or _parser(config, line)
-            examples += parse(line)
+            for example in parse(line):
+                kind = label(line.fields, example)
+                if kind is None:
+                    raise UserError(f"{line.where}: the record does not say what kind it is")
+                examples.append((example, kind))
             if config.max_records is not None and len(examples) >= config.max_records:
                 return _enough(examples[: config.max_records], config, paths)
     return _enough(examples, config, paths)
 
 
-def _enough(examples: list[Example], config: DataConfig, paths: list[Path]) -> list[Example]:
+def _enough(examples: list[tuple[Example, str]], config: DataConfig, paths: list[Path]) -> list[tuple[Example, str]]:
     if len(examples) <= config.holdout:
         names = ", ".join(map(str, paths))
         raise UserError(

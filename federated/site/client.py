@@ -92,8 +92,11 @@ class SiteClient:
             return SiteFailure(Fate.REJECTED, str(error))
 
     def status(self, timeout_s: float = 10.0) -> dict[str, Any]:
-        """What the site does now: `state` (`idle`, `training`, `evaluating`), `run_id`, `round` and `steps` of the
-        newest round, its `power` (see `wattgym.federated.site.power`), `memory_mb`.
+        """What the site does now.
+
+        Returns:
+            `state` (`idle`, `training`, `evaluating`), `run_id` and `round` of the newest request, `steps` since it
+            started, `memory_mb`, and `power`, what its devices draw and may (None without devices).
 
         Raises:
             UserError: It cannot be reached.
