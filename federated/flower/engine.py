@@ -226,17 +226,19 @@ class FlowerEngine(Engine):
         return answer
 
     def _ask_nodes(self) -> None:
-        """Asks the nodes whose site is not known who they are, unless they have just been asked."""
+        """Asks the nodes whose site is not known who they are, unless they have just been asked.
+
+        A node that was restarted under its old number never answers what it was asked before.
+        """
         now_s = time.monotonic()
-        asked = {
-            key: node
-            for key, node in self._nodes.items()
-            if node.info is None and node.question is None and now_s - node.asked_s > ASK_AGAIN_S
-        }
-        messages = [
-            Message(pack({"kind": "info", "timeout_s": JOIN_S}), key, MessageType.QUERY, ttl=2 * JOIN_S)
-            for key in asked
-        ]
+        asked: dict[int, _Node] = {}
+        for key, node in self._nodes.items():
+            if now_s - node.asked_s > JOIN_S:
+                node.question = None
+            if node.info is None and node.question is None and now_s - node.asked_s > ASK_AGAIN_S:
+                asked[key] = node
+        question = {"kind": "info", "timeout_s": JOIN_S}
+        messages = [Message(pack(question), key, MessageType.QUERY, ttl=JOIN_S) for key in asked]
         for node, message_id in zip(asked.values(), self._push(messages), strict=True):
             node.question, node.asked_s = message_id, now_s
 

@@ -33,11 +33,17 @@ class ProcessFamily:
         mark: Value of the environment variable `WATTGYM_PROCESS_FAMILY` that the members carry.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, grace_s: float = GRACE_S) -> None:
+        """Starts the keeper.
+
+        Args:
+            grace_s: Time that members have to end by themselves when asked to, s.
+        """
+        self._grace_s = grace_s
         self.mark = secrets.token_hex(16)
         self._started: list[subprocess.Popen[bytes]] = []
         self._keeper = subprocess.Popen(
-            [sys.executable, "-m", "wattgym.federated.flower.keeper", self.mark],
+            [sys.executable, "-m", "wattgym.federated.flower.keeper", self.mark, str(grace_s)],
             stdin=subprocess.PIPE,
             start_new_session=True,
         )
@@ -76,7 +82,7 @@ class ProcessFamily:
             for process in self._started:
                 process.poll()
             time.sleep(0.05)
-        end(self.mark)  # Nobody is left, unless the keeper itself was killed.
+        end(self.mark, self._grace_s)  # Nobody is left, unless the keeper itself was killed.
 
     def __enter__(self) -> Self:
         """Itself."""
@@ -105,7 +111,7 @@ def marked(mark: str) -> dict[int, bool]:
     return found
 
 
-def end(mark: str, grace_s: float = GRACE_S, patience_s: float = PATIENCE_S) -> None:
+def end(mark: str, grace_s: float, patience_s: float = PATIENCE_S) -> None:
     """Ends whoever carries a mark and returns when none is left: SIGTERM, after a grace period SIGKILL.
 
     A guard's watchdog is left alone: it restores its device when its controller has gone, and then ends by itself.
@@ -130,11 +136,11 @@ def end(mark: str, grace_s: float = GRACE_S, patience_s: float = PATIENCE_S) -> 
 
 
 def main() -> None:
-    """Keeps: waits for the owner's end, then ends the family named by the first argument."""
+    """Keeps: waits for the owner's end, then ends the family; arguments are its mark and the grace period, s."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sys.stdin.buffer.read()
-    end(sys.argv[1])
+    end(sys.argv[1], float(sys.argv[2]))
 
 
 if __name__ == "__main__":
