@@ -15,7 +15,7 @@ import numpy as np
 from wattgym.envs.emulator.draw import GRID
 from wattgym.envs.live.access import Access, close_guards, open_access
 from wattgym.envs.live.actuators import Actuator, ClockActuator, DutyActuator, PowerLimitActuator
-from wattgym.envs.live.config import LiveConfig
+from wattgym.envs.live.config import LiveConfig, LiveJob
 from wattgym.envs.live.coupling import CoupledJob, Coupling
 from wattgym.envs.live.fit import fitted_profile
 from wattgym.envs.live.job import JobDiedError as JobDiedError
@@ -242,9 +242,7 @@ class LivePlant:
         self._poller = DevicePoller([device for devices in metered for device in devices])  # type: ignore[misc]
         self._poller.start()
         for j, job in enumerate(config.jobs):
-            self._handles.append(
-                JobHandle.start(job.training, self._folder / f"job{j}", environment=job_environment(config, access, j))
-            )
+            self._handles.append(self._open_job(job, j, job_environment(config, access, j)))
         coupled: list[CoupledJob] = []
         for j, (job, handle, devices) in enumerate(zip(config.jobs, self._handles, access.devices, strict=True)):
             knobs = JobKnobs(handle, job.pace)
@@ -264,6 +262,10 @@ class LivePlant:
         self._spec = self._describe()
         self._worker = threading.Thread(target=self._carry_out, name="wattgym-actuator", daemon=True)
         self._worker.start()
+
+    def _open_job(self, job: LiveJob, index: int, environment: dict[str, str]) -> JobHandle:
+        """The training process of a job; a plant of jobs that somebody else has started attaches to them."""
+        return JobHandle.start(job.training, self._folder / f"job{index}", environment=environment)
 
     def _actuator(self, kind: ActuatorKind, guards: list[Guard], knobs: JobKnobs, profile: JobProfile) -> Actuator:
         if kind == "power_limit":
