@@ -27,6 +27,10 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 KnobName = Literal["power_limit", "micro_batch", "active_gpus", "duty_cycle", "local_steps"]
+ASSUMED_COMM_SHARE, ASSUMED_STRAGGLER_SHARE = 0.10, 0.03
+"""Shares of a synchronous step spent in communication and in waiting for the slowest rank, where nobody measured them:
+middles of what well-tuned data-parallel training loses. Assumption."""
+
 KNOBS: tuple[KnobName, ...] = get_args(KnobName)
 """Every knob, in the order in which actions and observations hold them."""
 
@@ -65,7 +69,7 @@ class KnobTable:
     Attributes:
         micro_batch: Micro-batches a job may have, from the largest (neutral) down, shape `(B, J, M)`.
         micro_batches: How many of them are its own, shape `(B, J)`.
-        samples_per_update: Samples of one rank in an optimiser step while all work, shape `(B, J)`.
+        samples_per_update: Samples of an optimiser step, which micro-batches divide, shape `(B, J)`.
         power_w: Power of each job, computing with all GPUs at duty 1, shape `(B, J, M, K)`, W, over the limits of
             `PlantSpec.limit_grid`; row 0 is `PlantSpec.power_table_w`.
         throughput: Throughput likewise, in samples relative to the neutral setting.
@@ -84,6 +88,37 @@ class KnobTable:
     comm_share: FloatArray
     straggler_share: FloatArray
     max_local_steps: IntArray
+
+    def filled(self, command: Command, n_gpus: IntArray) -> Command:
+        """A command with every knob told, checked.
+
+        Args:
+            command: What a job shall have.
+            n_gpus: GPUs of each job, shape `(B, J)`.
+
+        Raises:
+            UserError: A job cannot have the setting; the message says what would be valid.
+        """
+        shape = n_gpus.shape
+        ones = np.ones(shape, dtype=np.int64)
+        micro = self.micro_batch[..., 0] if command.micro_batch is None else command.micro_batch
+        self.micro_index(micro)
+        active = n_gpus if command.active_gpus is None else command.active_gpus
+        duty = np.ones(shape) if command.duty is None else command.duty
+        steps = ones if command.local_steps is None else command.local_steps
+        for name, value, low, high in (
+            ("active GPUs", active, ones, n_gpus),
+            ("local steps", steps, ones, self.max_local_steps),
+            ("a duty", np.where(duty == 0.0, 1.0, duty), np.full(shape, MIN_DUTY), ones),
+        ):
+            wrong = ~((value >= low) & (value <= high))
+            if wrong.any():
+                b, j = np.argwhere(wrong)[0]
+                pause = " or 0 (paused)" if name == "a duty" else ""
+                raise UserError(
+                    f"job {j} cannot have {name} of {value[b, j]:g}; valid: {low[b, j]:g} to {high[b, j]:g}{pause}"
+                )
+        return Command(command.limit_w, micro, active, duty, steps)
 
     def micro_index(self, micro_batch: IntArray) -> IntArray:
         """Place of each job's micro-batch in its row of the table, shape `(B, J)`.

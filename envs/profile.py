@@ -5,6 +5,7 @@ The same profile describes a live plant to its controller and builds an emulator
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Literal
 
@@ -12,6 +13,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from wattgym.config import FrozenModel, parse_config, read_yaml
+from wattgym.envs.emulator.batch_form import ASSUMED_MICRO_BATCH, ASSUMED_SAMPLES, formed, spaced_divisors
 from wattgym.envs.emulator.phases import PhaseFamily
 from wattgym.envs.plant import FloatArray
 from wattgym.errors import UserError
@@ -21,6 +23,37 @@ from wattgym.hw.presets import gpu_preset
 SCHEMA_VERSION = 1
 
 ActuatorKind = Literal["power_limit", "locked_clocks", "duty_cycle"]
+
+
+class MeasuredKnobs(FrozenModel):
+    """What knobs beside the limit were measured to do (`wattgym profile`).
+
+    Attributes:
+        micro_batch: Micro-batches, from the largest (neutral) down.
+        power_w: Mean power per GPU at each micro-batch and each limit of the profile, W.
+        throughput: Training speed likewise, relative to the largest micro-batch at the highest limit.
+        idle_w: Power per GPU while the job is paused, W; the board's preset if None.
+        comm_share: Share of a synchronous step spent in communication; an assumption stands in if None.
+        straggler_share: Share of a synchronous step that ranks wait for the slowest, likewise.
+    """
+
+    micro_batch: tuple[int, ...] = Field(min_length=1)
+    power_w: tuple[tuple[float, ...], ...]
+    throughput: tuple[tuple[float, ...], ...]
+    idle_w: float | None = Field(default=None, ge=0.0)
+    comm_share: float | None = Field(default=None, ge=0.0, le=0.9)
+    straggler_share: float | None = Field(default=None, ge=0.0, le=0.9)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> MeasuredKnobs:
+        sizes = self.micro_batch
+        if min(sizes) < 1 or any(b >= a for a, b in itertools.pairwise(sizes)):
+            raise ValueError(f"micro_batch must descend and be at least 1, got {sizes}")
+        for name in ("power_w", "throughput"):
+            table = getattr(self, name)
+            if len(table) != len(sizes) or any(min(row, default=0.0) <= 0.0 for row in table):
+                raise ValueError(f"{name} needs a row of values above 0 for each of the {len(sizes)} micro-batches")
+        return self
 
 
 class JobProfile(FrozenModel):
@@ -48,6 +81,8 @@ class JobProfile(FrozenModel):
         sensor_window_s: Time that a reading is the mean of.
         sensor_gain: Sensor's power over the meter's.
         phases: Phases measured on the job; the fitted families are used if None.
+        micro_batch: Samples of one pass that the job was measured with; all of the update if None.
+        knobs: What other knobs do; assumptions with a form stand in if None.
     """
 
     gpu: str
@@ -68,6 +103,8 @@ class JobProfile(FrozenModel):
     sensor_window_s: float = Field(default=0.1, gt=0.0)
     sensor_gain: float = Field(default=1.0, gt=0.0)
     phases: PhaseFamily | None = None
+    micro_batch: int | None = Field(default=None, ge=1)
+    knobs: MeasuredKnobs | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> JobProfile:
@@ -84,7 +121,24 @@ class JobProfile(FrozenModel):
         gpu_preset(self.gpu)
         if any(b <= a for a, b in zip(self.limit_w, self.limit_w[1:], strict=False)):
             raise ValueError(f"limit_w must ascend, got {self.limit_w}")
+        if self.knobs is not None:
+            self._knobs_fit(self.knobs)
         return self
+
+    def _knobs_fit(self, knobs: MeasuredKnobs) -> None:
+        for name in ("power_w", "throughput"):
+            if any(len(row) != len(self.limit_w) for row in getattr(knobs, name)):
+                raise ValueError(f"knobs.{name} needs {len(self.limit_w)} values a row, one for each limit")
+        samples = self.samples_per_update
+        if samples is not None and (wrong := [size for size in knobs.micro_batch if samples % size]):
+            raise ValueError(f"knobs.micro_batch {wrong[0]} does not divide samples_per_update {samples}")
+
+    @property
+    def idle_w(self) -> float:
+        """Power per GPU while nothing works but the job is loaded, W."""
+        if self.knobs is not None and self.knobs.idle_w is not None:
+            return self.knobs.idle_w
+        return gpu_preset(self.gpu).context_idle_w.value
 
     @property
     def full_power_w(self) -> float:
@@ -118,6 +172,29 @@ class JobProfile(FrozenModel):
     def throughput_at(self, limit_w: FloatArray) -> FloatArray:
         """Throughput at limits per GPU, linear between the measured ones."""
         return np.interp(limit_w, self.limit_w, self.throughput)
+
+    @property
+    def micro_batches(self) -> tuple[int, ...]:
+        """Micro-batches that the job may have, from the largest (neutral) down."""
+        if self.knobs is not None:
+            return self.knobs.micro_batch
+        samples = self.samples_per_update
+        if samples is None:
+            return tuple(spaced_divisors(ASSUMED_SAMPLES, ASSUMED_MICRO_BATCH))
+        return tuple(spaced_divisors(samples, self.micro_batch or samples))
+
+    def at_micro_batch(self, size: int, limit_w: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """Power per GPU and throughput at limits per GPU with one of the micro-batches."""
+        sizes = self.micro_batches
+        if self.knobs is not None:
+            row = sizes.index(size)
+            power, speed = np.array(self.knobs.power_w[row]), np.array(self.knobs.throughput[row])
+        elif size == sizes[0]:
+            power, speed = np.array(self.power_w), np.array(self.throughput)
+        else:
+            own = (np.array(values) for values in (self.limit_w, self.power_w, self.throughput))
+            power, speed = formed(size / sizes[0], self.idle_w, *own)
+        return np.interp(limit_w, self.limit_w, power), np.interp(limit_w, self.limit_w, speed)
 
 
 class HeldOut(FrozenModel):

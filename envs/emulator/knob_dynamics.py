@@ -11,11 +11,11 @@ from wattgym.envs.config import PowerShapingConfig
 from wattgym.envs.emulator.draw import GRID, DrawnSite
 from wattgym.envs.emulator.library import SiteLibrary
 from wattgym.envs.emulator.micro_batch import MicroBatches
-from wattgym.envs.knobs import MIN_DUTY, Command, KnobTable, active_speed, working_share
+from wattgym.envs.knobs import Command, KnobTable, active_speed, working_share
 from wattgym.envs.plant import FloatArray
-from wattgym.errors import UserError
 
-_MICRO, _ACTIVE, _DUTY, _STEPS = range(4)
+_DUTY = 2
+"""Row of a setting; the others are micro-batch (its number from the largest), active GPUs and local steps."""
 
 
 class KnobDynamics:
@@ -101,23 +101,10 @@ class KnobDynamics:
         Raises:
             UserError: A job cannot have the setting; nothing was changed.
         """
-        asked = np.empty_like(self._asked)
-        zero = np.zeros(self._shape, dtype=np.int64)
-        index = zero if command.micro_batch is None else self.table.micro_index(command.micro_batch)
-        active = self._n_gpus.reshape(self._shape) if command.active_gpus is None else command.active_gpus
-        duty = np.ones(self._shape) if command.duty is None else command.duty
-        steps = zero + 1 if command.local_steps is None else command.local_steps
-        valid_duty = (duty == 0.0) | ((duty >= MIN_DUTY) & (duty <= 1.0))
-        for name, value, fits, valid in (
-            ("active GPUs", active, (active >= 1) & (active <= self._n_gpus.reshape(self._shape)), "1 to its GPUs"),
-            ("duty", duty, valid_duty, f"0 or {MIN_DUTY:g} to 1"),
-            ("local steps", steps, (steps >= 1) & (steps <= self.table.max_local_steps), "1 to the most allowed"),
-        ):
-            if not np.all(fits):
-                b, j = np.argwhere(~fits)[0]
-                raise UserError(f"job {j} cannot have {name} of {value[b, j]:g}; valid: {valid}")
-        for row, values in ((_MICRO, index), (_ACTIVE, active), (_DUTY, duty), (_STEPS, steps)):
-            asked[row] = values.reshape(self._n)
+        whole = self.table.filled(command, self._n_gpus.reshape(self._shape))
+        assert whole.micro_batch is not None
+        values = self.table.micro_index(whole.micro_batch), whole.active_gpus, whole.duty, whole.local_steps
+        asked = np.array(values, dtype=np.float64).reshape(4, self._n)
         self._asked = asked if lost is None else np.where(lost.reshape(self._n), self._asked, asked)
 
     def take_up(self, tick: int, speed: FloatArray, computing: NDArray[np.bool_]) -> None:

@@ -32,12 +32,12 @@ class CalibratedJobs:
     Attributes:
         n_gpus: GPUs of each job, shape `(J,)`.
         family: Phase family of each job, shape `(J,)`; -1 = drawn.
-        samples_per_update: Samples of an optimiser step, shape `(J,)`; 0 = not known.
+        profiles: What is known of them.
     """
 
     n_gpus: IntArray
     family: IntArray
-    samples_per_update: IntArray
+    profiles: tuple[JobProfile, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +133,7 @@ class SiteLibrary:
             calibrated=CalibratedJobs(
                 n_gpus=np.array([job.n_gpus for job in jobs]),
                 family=np.array(family),
-                samples_per_update=np.array([job.samples_per_update or 0 for job in jobs]),
+                profiles=jobs,
             ),
             power_w=np.array([job.power_at(grid) / job.n_gpus for job, grid in zip(jobs, fine, strict=True)]),
             throughput=np.array([job.throughput_at(grid) for job, grid in zip(jobs, fine, strict=True)]),
@@ -148,9 +148,7 @@ class SiteLibrary:
             limit_w=np.array([(job.limit_w[0], job.limit_w[-1], job.rules_default_w) for job in jobs]),
             ranges=np.array([_measured_actuator(j, p) for j, p in zip(jobs, presets, strict=True)]).swapaxes(0, 1),
             sensor=np.array([(j.sensor_period_s, j.sensor_window_s, j.sensor_gain, 0.0, 0.0) for j in jobs]),
-            idle_share=np.array(
-                [min(p.context_idle_w.value / j.full_power_w, 1.0) for p, j in zip(presets, jobs, strict=True)]
-            ),
+            idle_share=np.array([min(job.idle_w / job.full_power_w, 1.0) for job in jobs]),
         )
 
     def lookup(self, table: FloatArray, surface: IntArray, cap_w: FloatArray) -> FloatArray:
