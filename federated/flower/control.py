@@ -83,6 +83,7 @@ class Control:
         self._host, self._port = host.strip("[]"), int(port)
         self._ca = ca_certificate.resolve()
         self._app = write_app(folder / "app")
+        self._run: str | None = None
         connection: dict[str, Scalar] = {"address": address, "root-certificates": str(self._ca)}
         atomic_write_text(self.home / "config.toml", f"[superlink.{CONNECTION}]\n{toml(connection)}")
 
@@ -137,25 +138,33 @@ class Control:
             errors="replace",
             start_new_session=True,
         )
-        number, said, failed = None, "", False
+        self._run, said, failed = None, "", False
         try:
             assert stream.stdout is not None
             for raw in stream.stdout:
                 said += (line := _COLOUR.sub("", raw))
-                if number is None and (started := _STARTED.search(line)):
-                    number = started.group(1)
-                elif number is not None and not (failed := failed or _FAILED.match(line) is not None):
+                if self._run is None and (started := _STARTED.search(line)):
+                    self._run = started.group(1)
+                elif self._run is not None and not (failed := failed or _FAILED.match(line) is not None):
                     show(line.rstrip("\n"))
         except BaseException:
             stream.kill()
-            if number is not None:
-                self._command([self._flwr, "stop", number, CONNECTION], "stop the run")
             raise
         finally:
             stream.wait()
-        if number is None:
+            stream.stdout.close()
+        if self._run is None:
             raise UserError(f"`flwr run` at {self.address}: {last_line(said)}")
-        self._conclude(number)
+        self._conclude(self._run)
+
+    def stop(self) -> None:
+        """Ends the run that was started last, if it is still going on.
+
+        Raises:
+            UserError: The SuperLink does not answer.
+        """
+        if self._run is not None:
+            self._command([self._flwr, "stop", self._run, CONNECTION], "stop the run")
 
     def _conclude(self, number: str) -> None:
         """Raises if a run did not end well."""

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Self
 
 from wattgym.errors import UserError
+from wattgym.federated.flower.app_folder import Scalar
 from wattgym.federated.flower.control import Control, environment, last_line
 from wattgym.federated.flower.credentials import Credentials, create
 from wattgym.federated.flower.keeper import ProcessFamily
@@ -134,6 +135,55 @@ class Loopback:
     ) -> None:
         """Ends every process."""
         self.close()
+
+
+def run_loopback(
+    sites: Mapping[str, Path],
+    folder: Path,
+    config: Mapping[str, Scalar],
+    show: Callable[[str], None],
+    port: int | None = None,
+    credentials: Credentials | None = None,
+) -> None:
+    """Runs a federation whose trainers are up over SuperLink and SuperNodes on this machine, and ends those.
+
+    Args:
+        sites: The trainers' sockets by name of the site.
+        folder: Private folder for configuration and logs.
+        config: Run configuration, see `app_folder.RUN_CONFIG`; paths are absolute.
+        show: Takes each line of the server app's output.
+        port: The SuperLink's port; a free one if None.
+        credentials: Certificates and keys; made for this run if None.
+
+    Raises:
+        UserError: Something is wrong with what was given, or the run failed, with the server app's own message.
+    """
+    with Loopback(sites, folder, port, credentials) as loopback:
+        loopback.control.run(config, show)
+
+
+def run_remote(
+    address: str, ca_certificate: Path, folder: Path, config: Mapping[str, Scalar], show: Callable[[str], None]
+) -> None:
+    """Runs a federation over a SuperLink that is up, with its SuperNodes; stops the run if it is interrupted.
+
+    Args:
+        address: The SuperLink's `host:port`.
+        ca_certificate: Certificate that the SuperLink's is signed with.
+        folder: Private folder for Flower's configuration.
+        config: Run configuration; its paths are those of the SuperLink's host.
+        show: Takes each line of the server app's output.
+
+    Raises:
+        UserError: The SuperLink cannot be reached or trusted, or the run failed.
+    """
+    control = Control(address, ca_certificate, folder)
+    control.check()
+    try:
+        control.run(config, show)
+    except (KeyboardInterrupt, SystemExit):
+        control.stop()
+        raise
 
 
 def free_port() -> int:

@@ -109,24 +109,6 @@ class FlowerEngine(Engine):
             node.waited_for = True
         return {node.info.name: node.info for node in self._nodes.values() if node.info is not None}
 
-    def wait_for(self, sites: int, timeout_s: float) -> Mapping[str, SiteInfo]:
-        """Waits until enough sites have joined.
-
-        Args:
-            sites: How many.
-            timeout_s: Longest wait, s.
-
-        Raises:
-            UserError: They had not by then.
-        """
-        until_s = time.monotonic() + timeout_s
-        while len(found := self.members()) < sites:
-            if time.monotonic() > until_s:
-                there = f"only {', '.join(sorted(found))}" if found else "none"
-                raise UserError(f"{sites} sites wanted, {there} joined within {timeout_s:g} s")
-            time.sleep(self._poll_s)
-        return found
-
     def exchange(
         self, requests: Mapping[str, TrainRequest], deadline_s: float
     ) -> Mapping[str, tuple[TrainReply | SiteFailure, float]]:

@@ -181,6 +181,27 @@ class TestWithFlower:
         with pytest.raises(UserError, match="expected host:port"):
             Control("superlink", made.ca_certificate, tmp_path / "x")
 
+    def test_the_command_makes_credentials_for_the_sites_of_a_federation_file(self, tmp_path, capsys):
+        from wattgym.cli import main
+        from wattgym.federated.flower.credentials import Credentials
+
+        federation, out = tmp_path / "federation.yaml", tmp_path / "credentials"
+        federation.write_text("sites: [{name: paris, region: x}, {name: tokyo, region: y}]\nmodel: {source: tiny}\n")
+        arguments = ["federated", "credentials", str(federation), "--out", str(out), "--host", "10.0.0.5"]
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 0
+        Credentials(out).check(["paris", "tokyo"])
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 2
+        assert capsys.readouterr().err.startswith(f"wattgym: error: {out}: not empty")
+
+    def test_the_relay_loads_no_training_libraries(self):
+        code = "import sys, wattgym.federated.flower.client_app; print(*(m for m in sys.modules if '.' not in m))"
+        loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+        assert not {"torch", "peft", "transformers", "pandas", "scipy", "gymnasium"} & set(loaded)
+
     def test_the_committed_app_folder_is_what_deployments_use(self, tmp_path, request):
         from wattgym.federated.flower.app_folder import write_app
 

@@ -44,6 +44,31 @@ def fit(
     typer.echo(f"rms of the log residual over {result.rounds} rounds: {result.rms_log_residual:.4f}; profile: {out}")
 
 
+@app.command()
+def credentials(
+    sites: Annotated[Path, typer.Argument(help="Federation file that names the sites.")],
+    out: Annotated[Path, typer.Option(help="New folder for certificates and keys.")],
+    host: Annotated[
+        list[str], typer.Option(help="Name or address under which sites reach the SuperLink; may be repeated.")
+    ],
+    days: Annotated[int, typer.Option(min=1, max=3650, help="How long the certificates last.")] = 365,
+) -> None:
+    """Make the TLS certificates and site keys of a Flower deployment on several hosts."""
+    from datetime import timedelta
+
+    from wattgym.config import load_config
+    from wattgym.federated.config import FederationConfig
+    from wattgym.federated.flower import require_flower
+
+    require_flower()
+    from wattgym.federated.flower.credentials import create
+
+    made = create(out, host, load_config(FederationConfig, sites).names, timedelta(days=days))
+    typer.echo(f"to the SuperLink's host: {made.ca_certificate}, {made.certificate}, {made.key}, {out}/sites/*.pub")
+    typer.echo(f"to each site, and to nobody else: {made.ca_certificate} and its own {out}/sites/NAME")
+    typer.echo(f"{out}/ca.key signs new certificates: keep it offline")
+
+
 def _read_rounds(path: Path) -> Any:
     """The table of a file.
 
