@@ -8,7 +8,17 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from wattgym.config import FrozenModel, load_config
-from wattgym.envs.federation.config import NetworkConfig, PowerConfig
+from wattgym.envs.federation.config import (
+    GoalConfig,
+    LearningConfig,
+    MarketConfig,
+    NetworkConfig,
+    PowerConfig,
+    RoundsConfig,
+    SelectionObservationConfig,
+    SelectionRewardConfig,
+    WorkloadConfig,
+)
 from wattgym.errors import UserError
 from wattgym.federated.tasks import FAMILIES
 from wattgym.live.config import DataConfig, JobConfig, LoraSettings, ModelConfig, OptimiserConfig
@@ -163,6 +173,37 @@ class AggregationConfig(FrozenModel):
     step_ratio: float = Field(10.0, gt=1)
 
 
+class SelectionSettings(FrozenModel):
+    """What the selection environment around the federation is told (`wattgym.envs.federation.config`).
+
+    A round of `local_steps` at one site stands for `learning.reference_samples` emulated samples. Under time model A
+    `rounds.work_samples` are split over the chosen sites by their power, under B each passes over its data.
+
+    Attributes:
+        workload: What is emulated to be trained: energy of a sample, bytes of a transfer.
+        rounds: How an emulated round passes.
+        learning: Learning model that predicting selectors assume; its start is replaced by the measured one.
+        goal: When the run ends; a target is a loss.
+        market: Price and carbon.
+        observation: Optional parts of the observation, as a learned policy wants them.
+        reward: Reward.
+    """
+
+    workload: WorkloadConfig = WorkloadConfig()
+    rounds: RoundsConfig = RoundsConfig()
+    learning: LearningConfig = LearningConfig()
+    goal: GoalConfig = GoalConfig()
+    market: MarketConfig = MarketConfig()
+    observation: SelectionObservationConfig = SelectionObservationConfig()
+    reward: SelectionRewardConfig = SelectionRewardConfig()
+
+    @model_validator(mode="after")
+    def _loss_target(self) -> SelectionSettings:
+        if self.goal.target_loss is None:
+            raise ValueError("goal.target_accuracy: the target of a live federation is a loss; give goal.target_loss")
+        return self
+
+
 class FederationConfig(FrozenModel):
     """A federation of sites that fine-tune one adapter.
 
@@ -187,6 +228,7 @@ class FederationConfig(FrozenModel):
         link_bytes: Bytes that an emulated link carries each way; the adapter's own size if None.
         clock: `wall`: emulated transfers take their time. `emulated`: they are only added to the clock.
         power: How the sites' traces are read.
+        selection: What the selection environment is told.
     """
 
     seed: int = Field(0, ge=0)
@@ -209,6 +251,7 @@ class FederationConfig(FrozenModel):
     link_bytes: float | None = Field(None, gt=0)
     clock: Literal["wall", "emulated"] = "wall"
     power: PowerConfig = PowerConfig()
+    selection: SelectionSettings = SelectionSettings()
 
     @model_validator(mode="after")
     def _sane(self) -> FederationConfig:

@@ -1,283 +1,173 @@
-"""The loop of a live federated run: select, train, record; the same for every engine."""
+"""A whole live federated run, from federation file to report, over any engine that is ready."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+import shlex
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
-import numpy as np
-
-from wattgym.agents.selection_rollout import SelectionEpisode, Step, as_episode
-from wattgym.agents.selectors.selector import Selector, Turn
-from wattgym.envs.federation.config import SiteSelectionConfig
-from wattgym.envs.selection import SelectionOutcome, SiteSelection
+from wattgym.agents.selection_rollout import SelectionEpisode
 from wattgym.errors import UserError
-from wattgym.federated.log import RoundLog
-from wattgym.federated.messages import Assignment, Evaluation, Fate, RoundRecord
-from wattgym.federated.selection import LiveFederation
+from wattgym.federated.config import FederationConfig, load_federation
+from wattgym.federated.engine import Engine
+from wattgym.federated.federation import Federation
+from wattgym.federated.log import LOG_FILE, RoundLog
+from wattgym.federated.loop import run_rounds
+from wattgym.federated.partition import Partition
+from wattgym.federated.plan import selection_plan
+from wattgym.federated.policy import live_selector
+from wattgym.federated.report import FederatedRun, federated_result, write_federated_report
+from wattgym.federated.view import progress_line, tensorboard
+from wattgym.files import atomic_write_json
+from wattgym.runs import RunFolder, git_state, installed_versions
 
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
-
-LONGEST_WAIT_S = 300.0
-"""On the wall clock a federation without an eligible site looks again after at most this time."""
-
-
-class Rounds(Protocol):
-    """What trains: `wattgym.federated.federation.Federation` over any engine."""
-
-    def evaluate(self) -> Evaluation:
-        """The global adapter as it is now."""
-        ...
-
-    def run_round(self, assignments: Mapping[str, Assignment]) -> RoundRecord:
-        """Plays the next round with the sites named."""
-        ...
-
-
-@dataclass(frozen=True)
-class SelectionPlan:
-    """How a run is selected and for how long.
-
-    Attributes:
-        env: The selection environment; its sites are the federation's, by name.
-        domains: Names of the learning domains of the data.
-        rounds: Rounds at most; the run ends earlier at the target or the time limit of `env.goal`.
-        seed: Seed of what the emulated federation draws.
-        reference_steps: Local steps that stand for `env.learning.reference_samples` emulated samples.
-        wall_clock: Whether time and energy are the measured ones.
-    """
-
-    env: SiteSelectionConfig
-    domains: tuple[str, ...]
-    rounds: int
-    seed: int
-    reference_steps: int
-    wall_clock: bool = False
+KIND = "federated"
+ADAPTER = "adapter"
+SUMMARY = "summary.json"
+TENSORBOARD = "tensorboard"
 
 
 @dataclass(frozen=True, eq=False)
-class Progress:
-    """A round as it is shown while the run goes on.
+class FederatedResult:
+    """What a run came to.
 
     Attributes:
-        record: What was recorded.
-        outcome: What the selection environment made of it.
+        selector: Who chose.
+        episode: The whole run; None if not one round was played.
+        report: The report; None without a round.
+        stopped: Whether it was stopped from outside before its end.
     """
 
-    record: RoundRecord | None
-    outcome: SelectionOutcome
+    selector: str
+    episode: SelectionEpisode | None
+    report: Path | None
+    stopped: bool
 
 
-class ReplayedRounds:
-    """Plays the recorded rounds of an interrupted run again without training, then goes on with real ones.
+def run(
+    engine: Engine,
+    *,
+    federation: str | Path | FederationConfig,
+    policy: str,
+    rounds: int,
+    out: str | Path,
+    seed: int = 0,
+    resume: bool = False,
+    say: Callable[[str], None] = print,
+) -> FederatedResult:
+    """Selects and trains until target, time limit, last round, Ctrl-C or SIGTERM; writes everything into `out`.
 
-    The selector and the environment see what they saw, so both are where they were, whatever they remember.
-    """
-
-    def __init__(self, rounds: Rounds, log: RoundLog) -> None:
-        self._rounds = rounds
-        self._left = [record for record in log.records if record.round > 0]
-        self._path = log.path
-
-    @property
-    def replaying(self) -> bool:
-        """Whether recorded rounds are left."""
-        return bool(self._left)
-
-    def run_round(self, assignments: Mapping[str, Assignment]) -> RoundRecord:
-        """The next round.
-
-        Raises:
-            UserError: The recorded round had other sites than this selector chooses.
-        """
-        if not self._left:
-            return self._rounds.run_round(assignments)
-        record = self._left.pop(0)
-        theirs = {outcome.site for outcome in record.outcomes}
-        if theirs != set(assignments):
-            raise UserError(
-                f"{self._path}: round {record.round} was played with {_names(theirs)}, this run selects "
-                f"{_names(assignments)}; resume with the policy, federation and seed that began it"
-            )
-        return record
-
-
-def run_rounds(
-    rounds: Rounds,
-    selector: Selector,
-    plan: SelectionPlan,
-    log: RoundLog,
-    show: Callable[[Progress], None] = lambda progress: None,
-    stop: Callable[[], bool] = lambda: False,
-) -> SelectionEpisode | None:
-    """Selects and trains until the target, the last round or a stop; every round is on disk before the next begins.
+    The folder gets the resolved configuration, the round log, checkpoints, TensorBoard events, the adapter in peft's
+    format, and tables and report in the evaluator's format.
 
     Args:
-        rounds: What trains, standing where the log ends.
-        selector: Who chooses.
-        plan: How.
-        log: Where rounds are recorded; those in it already are not trained again.
-        show: Told every round that is played now.
-        stop: Asked between rounds.
-
-    Returns:
-        The whole run in the evaluator's form; None if not one round was played.
+        engine: The engine; whoever made it closes it.
+        federation: Federation file, or what it holds.
+        policy: Selector by name, or the folder of a bundle or a training run.
+        rounds: Rounds at most.
+        out: Run folder, new or empty; or that of the run to resume.
+        seed: Seed of what the emulated federation draws.
+        resume: Go on with the run in `out`; a folder without one begins anew.
+        say: Told a line a round.
 
     Raises:
-        UserError: The log does not fit the run, or nothing can be evaluated.
+        UserError: Something named cannot be used, or the folder holds another run.
     """
-    if not log.lines:
-        log.append(_start_record(rounds.evaluate(), plan.wall_clock), selector=selector.name)
-    _check_selector(log, selector)
-    replay = ReplayedRounds(rounds, log)
-    live = LiveFederation(
-        plan.env,
-        plan.domains,
-        log.records[0].evaluation,
-        replay.run_round,
-        reference_steps=plan.reference_steps,
-        wall_clock=plan.wall_clock,
-    )
-    selection = SiteSelection(plan.env, live)
-    observation = selection.reset([plan.seed])
-    selector.reset(selection.task)
-    steps: list[Step] = []
-    accuracy: list[float] = []
-    reached = False
-    while not stop() and int(live.telemetry.rounds[0]) < plan.rounds:
-        replayed = replay.replaying
-        outcome = selection.step(selector.act(Turn(selection.view, observation)))
-        observation = outcome.observation
-        steps.append(Step.of(outcome))
-        accuracy.append(live.evaluation.accuracy)
-        if not replayed:
-            record = live.record
-            if record is not None:
-                log.append(record, **_more(outcome))
-            elif plan.wall_clock and bool(outcome.result.waited[0]):
-                time.sleep(min(float(outcome.result.seconds[0]), LONGEST_WAIT_S))
-            show(Progress(record, outcome))
-        reached = bool(outcome.terminated[0])
-        if reached or bool(outcome.truncated[0]):
-            break
-    if not steps:
-        return None
-    episode = as_episode(
-        steps,
-        0,
-        selection,
-        seed=plan.seed,
-        names=live.names,
-        reached=reached,
-        start_loss=log.records[0].evaluation.loss,
-    )
-    # Where accuracy was measured, it replaces the learning model's map of the loss.
-    return replace(episode, accuracy=np.array(accuracy)) if np.isfinite(accuracy).all() else episode
-
-
-def _start_record(evaluation: Evaluation, wall_clock: bool) -> RoundRecord:
-    return RoundRecord(
-        round=0,
-        seconds=0.0,
-        time_s=0.0,
-        outcomes=(),
-        evaluation=evaluation,
-        effective_sites=0.0,
-        noise_scale=float("nan"),
-        emulated_clock=not wall_clock,
-    )
-
-
-def _more(outcome: SelectionOutcome) -> dict[str, Any]:
-    """What the environment adds to a line of the log: times, energy and cost on the run's own clock."""
-    result = outcome.result
-    return {
-        "clock_s": float(outcome.time_s[0]),
-        "clock_round_s": float(result.seconds[0]),
-        "communication_s": float(result.communication_s[0]),
-        "energy_kwh": float(result.energy_kwh[0]),
-        "unused_kwh": float(result.unused_kwh[0]),
-        "carbon_kg": float(result.carbon_kg[0]),
-        "cost_usd": float(result.cost_usd[0]),
-        "repaired": bool(outcome.repaired[0]),
-    }
-
-
-def _check_selector(log: RoundLog, selector: Selector) -> None:
-    began = log.lines[0][1].get("selector")
-    if began != selector.name:
-        raise UserError(f"{log.path}: the run was begun by '{began}', not by '{selector.name}'")
-
-
-def _names(sites: Sequence[str] | set[str] | Mapping[str, Any]) -> str:
-    return ", ".join(sorted(sites)) or "nobody"
-
-
-def progress_line(progress: Progress, plan: SelectionPlan) -> str:
-    """A round in one line: who trained, seconds, joules, loss, accuracy."""
-    record, outcome = progress.record, progress.outcome
-    clock = "" if plan.wall_clock else " emulated"
-    if record is None:
-        return f"waited {float(outcome.result.seconds[0]):.0f} s{clock}: no site had power enough"
-    counted = [o.site for o in record.outcomes if o.fate is Fate.COUNTED]
-    missed = [f"{o.site} {o.fate} ({o.reason})" for o in record.outcomes if o.fate is not Fate.COUNTED]
-    accuracy = record.evaluation.accuracy
-    parts = [
-        f"round {record.round}/{plan.rounds}",
-        f"trained: {_names(counted)}",
-        *([f"missed: {'; '.join(missed)}"] if missed else []),
-        f"{float(outcome.result.seconds[0]):.1f} s{clock} (wall {record.seconds:.1f} s)",
-        f"{float(outcome.result.energy_kwh[0]) * 3.6e6:.0f} J",
-        f"loss {record.evaluation.loss:.4f}",
-        *([f"accuracy {accuracy:.3f}"] if np.isfinite(accuracy) else []),
-    ]
-    return " | ".join(parts)
+    config = federation if isinstance(federation, FederationConfig) else load_federation(federation)
+    if rounds < 1:
+        raise UserError(f"rounds {rounds}; valid: 1 or more")
+    selector = live_selector(policy)
+    folder = Path(out)
+    resolved = {"policy": policy, "engine": engine.name, "federation": config.model_dump(mode="json")}
+    run_folder = RunFolder.create(folder, resolved, KIND, seed, resume=resume, may_change=("engine",))
+    log = RoundLog(folder / LOG_FILE)
+    with run_folder.recording_status(), ExitStack() as stack:
+        stop = stack.enter_context(stop_between_rounds())
+        training = Federation(config, engine, folder, resume=resume and bool(log.lines))
+        _catch_up(log, training)
+        domains = Partition(config).domains
+        start = log.records[0].evaluation if log.lines else training.evaluate()
+        plan = selection_plan(config, training.members(), domains, start.loss, rounds=rounds, seed=seed)
+        scalars = stack.enter_context(tensorboard(folder / TENSORBOARD))
+        episode = run_rounds(
+            training,
+            selector,
+            plan,
+            log,
+            show=lambda progress: (say(progress_line(progress, plan)), scalars(progress)),
+            stop=stop.is_set,
+        )
+        training.save_adapter(folder / ADAPTER)
+        report = None
+        if episode is not None:
+            result = federated_result([FederatedRun(selector.name, seed, episode)], _provenance(config, engine.name))
+            report = write_federated_report(result, folder)
+            atomic_write_json(folder / SUMMARY, _summary(selector.name, episode, training))
+    return FederatedResult(selector.name, episode, report, stop.is_set())
 
 
 @contextmanager
-def tensorboard(folder: Path) -> Iterator[Callable[[Progress], None]]:
-    """Writes rounds to TensorBoard.
-
-    Args:
-        folder: Folder of the event file.
+def stop_between_rounds() -> Iterator[threading.Event]:
+    """Ctrl-C and SIGTERM end the run after the round under way; a second one ends it at once.
 
     Yields:
-        To be called with each round.
+        Set when the run is to end.
     """
-    from torch.utils.tensorboard import SummaryWriter
+    stop = threading.Event()
 
-    writer = SummaryWriter(str(folder))
-    try:
-        yield lambda progress: _write_scalars(writer, progress)
-    finally:
-        writer.close()
+    def handle(number: int, frame: Any) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
 
-
-def _write_scalars(writer: SummaryWriter, progress: Progress) -> None:
-    record, outcome = progress.record, progress.outcome
-    if record is None:
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
         return
-    values = {
-        "federation/loss": record.evaluation.loss,
-        "federation/accuracy": record.evaluation.accuracy,
-        "federation/clock_s": float(outcome.time_s[0]),
-        "federation/round_s": float(outcome.result.seconds[0]),
-        "federation/participants": float(outcome.result.played.chosen.sum()),
-        "federation/counted": float(outcome.result.played.counted.sum()),
-        "federation/energy_kwh": float(outcome.result.energy_kwh[0]),
-        "federation/noise_scale": record.noise_scale,
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _catch_up(log: RoundLog, training: Federation) -> None:
+    """Adds the round that was saved but not logged, where a crash came between."""
+    if not log.lines or not training.records:
+        return
+    saved, last = training.records[0], log.records[-1]
+    if (saved.round, saved.attempt) > (last.round, last.attempt) and saved.round > 0:
+        log.append(saved)
+
+
+def _summary(selector: str, episode: SelectionEpisode, training: Federation) -> dict[str, Any]:
+    return {
+        "selector": selector,
+        "rounds": training.round,
+        "reached": episode.reached,
+        "time_s": float(episode.seconds.sum()),
+        "start_loss": episode.start_loss,
+        "loss": training.evaluation.loss,
+        "accuracy": training.evaluation.accuracy,
+        "domain_loss": dict(training.evaluation.domain_loss),
     }
-    values |= {f"loss/{name}": loss for name, loss in record.evaluation.domain_loss.items()}
-    for outcome_of_site in record.outcomes:
-        metrics = outcome_of_site.metrics
-        if metrics is not None:
-            values[f"site_loss/{outcome_of_site.site}"] = metrics.loss
-            values[f"site_power_w/{outcome_of_site.site}"] = metrics.power_w
-    for name, value in values.items():
-        if np.isfinite(value):
-            writer.add_scalar(name, value, record.round)
+
+
+def _provenance(config: FederationConfig, engine: str) -> dict[str, Any]:
+    git = git_state()
+    clock = "emulated (power, network and market of the emulated federation; training is real)"
+    return {
+        "command": shlex.join(sys.argv),
+        "commit": f"{git.commit}{' (with local changes)' if git.dirty else ''}" if git else "unknown",
+        "engine": engine,
+        "clock": clock if config.clock == "emulated" else "wall",
+        "network": "emulated from the network table" if config.network is not None else "as it is",
+        "federation": config.model_dump(mode="json"),
+        "versions": installed_versions(),
+    }
