@@ -16,7 +16,7 @@ import zlib
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -25,13 +25,16 @@ from wattgym.errors import UserError
 from wattgym.files import atomic_path
 from wattgym.phase import Phase
 
-MAGIC = b"wattgym live job, channel 1\n"
+MAGIC = b"wattgym live job, channel 2\n"
 SLOT_BYTES = 8192
 _HEADER_BYTES = 64
 _SIZE = _HEADER_BYTES + 4 * SLOT_BYTES
 _SLOT = struct.Struct("<QII")  # sequence number, bytes of data, CRC-32 of both and the data
 _TEXT_LIMIT = 500  # characters; as JSON at most six times as many bytes
 _TRIES = 200
+
+LocalSteps = Annotated[int, Field(ge=1, le=1024)]
+"""Optimiser steps of a rank between two averages."""
 
 
 class JobState(StrEnum):
@@ -58,12 +61,19 @@ class Knobs(FrozenModel):
         speed: Speed as a fraction of its free speed, 0 to 1: how a power limit that is only simulated slows the job.
         micro_batch: Samples of one forward and backward pass; None leaves the job's own.
         paused: The job waits until this is taken back.
+        active_ranks: Ranks that take part, the first so many; None: all. The others wait, and the samples of an
+            update are shared among fewer.
+        local_steps: Optimiser steps that a rank takes by itself before the adapters are averaged, weighted by samples;
+            1: every step is taken together. One number: the fastest rank takes so many, the others as many as they
+            can meanwhile. One a rank: exactly these.
     """
 
     duty: float = Field(1.0, ge=0, le=1)
     speed: float = Field(1.0, ge=0, le=1)
     micro_batch: int | None = Field(None, ge=1)
     paused: bool = False
+    active_ranks: int | None = Field(None, ge=1)
+    local_steps: LocalSteps | tuple[LocalSteps, ...] = 1
 
 
 @dataclass(frozen=True)
@@ -75,8 +85,9 @@ class JobStatus:
         state: How far it is.
         phase: What it does now. Waiting for the sake of duty or speed belongs to the phase it interrupts.
         heartbeat_s: When this was written, on the machine's monotonic clock, seconds.
-        steps: Optimiser steps, those before a resume included.
-        samples: Samples trained on; grows with every micro-batch.
+        steps: Optimiser steps, those before a resume included; with local steps, those of the busiest rank.
+        samples: Samples trained on; grows with every micro-batch of rank 0, the others taken to keep pace with it
+            until they meet.
         tokens: Tokens of those samples, prompts included, padding not.
         loss: Mean loss of the last step's answer tokens, nats; None before the first.
         loss_mean: Mean over the last 20 steps.
@@ -86,12 +97,20 @@ class JobStatus:
         step_time_mean_s: Mean over the last 20 steps.
         free_step_time_s: Mean of the last 20 steps without that waiting.
         phase_s: Seconds spent in each phase, indexed by `Phase`.
-        speed_held_s: Seconds waited for the sake of `speed`.
-        duty_held_s: Seconds waited for the sake of `duty`.
+        speed_held_s: Seconds waited for the sake of `speed`, in each step by the rank that held it up.
+        duty_held_s: Seconds waited for the sake of `duty`, likewise.
+        exchange_s: Seconds in which rank 0 waited for the others and exchanged gradients or weights with them.
         duty: Duty in force.
         speed: Speed in force.
         micro_batch: Micro-batch in force (of the running step).
         samples_per_update: Samples of a step.
+        ranks: Ranks of the job.
+        active_ranks: Ranks that take part.
+        local_steps: Optimiser steps of the busiest rank between two averages; 1: every step is taken together.
+        rank_steps: Those of each active rank.
+        switches: Changes of micro-batch, active ranks or local steps since the process started.
+        switch_s: Seconds these have cost: what the first step (or round of local steps) after a change took longer
+            than the slowest of the next three, waiting left out.
         knobs_sequence: Sequence number of the newest knobs the job has read.
         checkpoint_step: Step of the newest checkpoint; None without one.
         device: Device and number format.
@@ -116,10 +135,17 @@ class JobStatus:
     phase_s: tuple[float, ...] = field(default=(0.0,) * len(Phase))
     speed_held_s: float = 0.0
     duty_held_s: float = 0.0
+    exchange_s: float = 0.0
     duty: float = 1.0
     speed: float = 1.0
     micro_batch: int = 0
     samples_per_update: int = 0
+    ranks: int = 1
+    active_ranks: int = 1
+    local_steps: int = 1
+    rank_steps: tuple[int, ...] = (1,)
+    switches: int = 0
+    switch_s: float = 0.0
     knobs_sequence: int = 0
     checkpoint_step: int | None = None
     device: str = ""
@@ -282,7 +308,7 @@ class Channel:
         values: dict[str, Any] = json.loads(self._status.read()[1])
         values["state"] = JobState(values["state"])
         values["phase"] = Phase(values["phase"])
-        values["phase_s"] = tuple(values["phase_s"])
+        values |= {name: tuple(values[name]) for name in ("phase_s", "rank_steps")}
         return JobStatus(**values)
 
     def write_knobs(self, knobs: Knobs) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -10,7 +11,7 @@ from pydantic import Field, model_validator
 from wattgym.config import FrozenModel
 from wattgym.errors import UserError
 
-MAY_CHANGE = ("max_steps", "evaluate_every", "checkpoint_every", "keep_checkpoints", "micro_batch")
+MAY_CHANGE = ("max_steps", "evaluate_every", "checkpoint_every", "keep_checkpoints", "micro_batch", "ranks")
 """Keys that a resumed job may change without changing what it learns."""
 
 
@@ -129,6 +130,10 @@ class OptimiserConfig(FrozenModel):
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
 
+    def rate(self, steps: int) -> float:
+        """Learning rate of the step after so many."""
+        return self.learning_rate * min(1.0, (steps + 1) / (self.warmup_steps + 1))
+
 
 class JobConfig(FrozenModel):
     """A live LoRA fine-tune.
@@ -145,8 +150,10 @@ class JobConfig(FrozenModel):
         evaluate_every: Steps between evaluations on the held-out records; never if None.
         checkpoint_every: Steps between checkpoints; only at the end if None.
         keep_checkpoints: Newest checkpoints that stay.
+        ranks: Processes that share each update (data parallel), on a GPU one for each, in the order of
+            `CUDA_VISIBLE_DEVICES`.
         device: `cuda` (bfloat16), `cpu` (float32), or `auto`: the GPU if there is one.
-        threads: CPU threads. On a busy machine more than one is slower, often by a factor of ten.
+        threads: CPU threads of each rank. On a busy machine more than one is slower, often by a factor of ten.
         gradient_checkpointing: Trade a second forward pass for activation memory.
     """
 
@@ -161,14 +168,29 @@ class JobConfig(FrozenModel):
     evaluate_every: int | None = Field(None, ge=1)
     checkpoint_every: int | None = Field(50, ge=1)
     keep_checkpoints: int = Field(2, ge=1)
+    ranks: int = Field(1, ge=1)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int = Field(1, ge=1)
     gradient_checkpointing: bool = False
 
     @model_validator(mode="after")
-    def _micro_batch_divides(self) -> JobConfig:
+    def _shares_fit(self) -> JobConfig:
         checked_micro_batch(self.micro_batch, self.samples_per_update)
+        if self.ranks > self.samples_per_update:
+            raise ValueError(f"ranks {self.ranks} cannot share the {self.samples_per_update} samples of an update")
         return self
+
+
+def checked_ranks(active_ranks: int, ranks: int, local_steps: int | Sequence[int] = 1) -> None:
+    """Checks which ranks shall take part and how many steps each of them shall take by itself.
+
+    Raises:
+        UserError: There are not so many ranks, or not one number of steps for each.
+    """
+    if not 1 <= active_ranks <= ranks:
+        raise UserError(f"active_ranks {active_ranks}, but the job's ranks are {ranks}; valid: 1 to {ranks}")
+    if not isinstance(local_steps, int) and len(local_steps) != ranks:
+        raise UserError(f"local_steps has {len(local_steps)} entries for {ranks} ranks; give one number, or one a rank")
 
 
 def checked_micro_batch(micro_batch: int, samples_per_update: int) -> int:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +16,7 @@ from types import TracebackType
 from wattgym.config import parse_config
 from wattgym.errors import UserError
 from wattgym.live.channel import Channel, JobState, JobStatus, Knobs
-from wattgym.live.config import JobConfig, checked_micro_batch
+from wattgym.live.config import JobConfig, checked_micro_batch, checked_ranks
 from wattgym.live.folder import CHANNEL_FILE, KIND, LOG_FILE, is_locked, prepare_folder
 from wattgym.live.models import check_available
 from wattgym.live.records import read_examples
@@ -69,14 +69,13 @@ class JobHandle:
                 folder cannot be used. Nothing has been written then.
         """
         knobs = knobs or Knobs()
-        if knobs.micro_batch is not None:
-            checked_micro_batch(knobs.micro_batch, config.samples_per_update)
+        first = first_status(config)
+        _check_knobs(knobs, first)
         preflight(config)
         path = Path(folder)
         run, lock = prepare_folder(path, config, resume=resume)
         command = [sys.executable, "-P", "-m", "wattgym.live.job", "--out", str(path.absolute())]
         command += ["--owner", str(os.getpid() if die_with_owner else 0)]
-        first = JobStatus(micro_batch=config.micro_batch, samples_per_update=config.samples_per_update)
         try:
             channel = Channel.create(path / CHANNEL_FILE, knobs, replace(first, heartbeat_s=time.monotonic()))
             with (path / LOG_FILE).open("ab") as log:
@@ -177,14 +176,18 @@ class JobHandle:
         speed: float | None = None,
         micro_batch: int | None = None,
         paused: bool | None = None,
+        active_ranks: int | None = None,
+        local_steps: int | Sequence[int] | None = None,
     ) -> int:
-        """Changes the knobs that are given; duty, speed and pause act within a micro-batch, its size at the next step.
+        """Changes the knobs that are given; duty, speed and pause act within a micro-batch, the rest at the next step.
 
         Args:
             duty: Share of the time in which the job works, 0 to 1.
             speed: Speed as a fraction of its free speed, 0 to 1.
             micro_batch: Samples of one pass; divides the samples of an update.
             paused: Whether the job waits.
+            active_ranks: Ranks that take part, the first so many.
+            local_steps: Optimiser steps between two averages, of the fastest rank or of each; 1: none are averaged.
 
         Returns:
             The sequence number that `JobStatus.knobs_sequence` has once the job has read them.
@@ -192,11 +195,13 @@ class JobHandle:
         Raises:
             UserError: A value is out of range; nothing has changed then.
         """
-        given = {"duty": duty, "speed": speed, "micro_batch": micro_batch, "paused": paused}
+        given = {
+            "duty": duty, "speed": speed, "micro_batch": micro_batch, "paused": paused,
+            "active_ranks": active_ranks, "local_steps": local_steps,
+        }  # fmt: skip
         changed = {name: value for name, value in given.items() if value is not None}
         knobs = parse_config(Knobs, {**self._knobs.model_dump(), **changed}, "job knobs")
-        if micro_batch is not None:
-            checked_micro_batch(micro_batch, self._channel.read_status().samples_per_update)
+        _check_knobs(knobs, self._channel.read_status())
         self._knobs = knobs
         return self._channel.write_knobs(knobs)
 
@@ -293,6 +298,23 @@ def preflight(config: JobConfig) -> None:
     """
     check_available(config.model)
     read_examples(config.data)
+
+
+def first_status(config: JobConfig) -> JobStatus:
+    """What a job says of itself before it does anything."""
+    return JobStatus(
+        micro_batch=config.micro_batch,
+        samples_per_update=config.samples_per_update,
+        ranks=config.ranks,
+        active_ranks=config.ranks,
+        rank_steps=(1,) * config.ranks,
+    )
+
+
+def _check_knobs(knobs: Knobs, status: JobStatus) -> None:
+    if knobs.micro_batch is not None:
+        checked_micro_batch(knobs.micro_batch, status.samples_per_update)
+    checked_ranks(knobs.active_ranks or status.ranks, status.ranks, knobs.local_steps)
 
 
 def offline_environment(threads: int) -> dict[str, str]:

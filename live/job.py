@@ -7,6 +7,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from wattgym.config import load_config, parse_config
@@ -14,7 +15,7 @@ from wattgym.errors import UserError
 from wattgym.live.channel import Channel, JobState, JobStatus, Knobs
 from wattgym.live.config import JobConfig
 from wattgym.live.folder import CHANNEL_FILE, KIND, prepare_folder
-from wattgym.live.handle import offline_environment, preflight
+from wattgym.live.handle import first_status, offline_environment, preflight
 from wattgym.live.pacing import Reporter, StopFlag
 from wattgym.live.records import read_examples
 from wattgym.phase import Phase
@@ -76,14 +77,16 @@ def run_job(
     Raises:
         UserError: The job failed for a reason that the user can do something about.
     """
-    first = JobStatus(pid=os.getpid(), micro_batch=config.micro_batch, samples_per_update=config.samples_per_update)
+    first = replace(first_status(config), pid=os.getpid())
     reporter = Reporter(channel, stop, first)
     try:
         reporter.publish()
         examples = read_examples(config.data)
+        from wattgym.live.parallel import lead
         from wattgym.live.trainer import Trainer
 
-        state = Trainer(config, examples, run.path, reporter).run(on_step)
+        with lead(config, run.path, reporter) as leader:
+            state = Trainer(config, examples, run.path, reporter, leader).run(on_step)
         run.set_status("finished" if state is JobState.FINISHED else "interrupted")
         reporter.publish(state=state, phase=Phase.IDLE)
     except BaseException as error:

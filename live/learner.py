@@ -35,7 +35,7 @@ class LoadedModel:
             UserError: The model cannot be loaded, the adapter does not fit it, or memory ran out.
         """
         torch.set_num_threads(config.threads)
-        self.device = _device(config.device)
+        self.device = find_device(config.device)
         self.device_name = _device_name(self.device)
         self.tokeniser: Tokeniser
         try:
@@ -66,7 +66,8 @@ class Learner:
     Attributes:
         model: The peft model.
         data: The records.
-        optimiser: AdamW over the adapter's parameters.
+        parameters: The adapter's parameters.
+        optimiser: AdamW over them.
         rng: Random generators' states as a checkpoint needs them: before the running step, or after the last one.
     """
 
@@ -76,9 +77,9 @@ class Learner:
         self._config = config
         self._reporter = reporter
         self._device = loaded.device
-        self._parameters = loaded.parameters
+        self.parameters = loaded.parameters
         self.optimiser = torch.optim.AdamW(
-            self._parameters, lr=config.optimiser.learning_rate, weight_decay=config.optimiser.weight_decay
+            self.parameters, lr=config.optimiser.learning_rate, weight_decay=config.optimiser.weight_decay
         )
         self.rng = self.rng_state()
 
@@ -108,14 +109,14 @@ class Learner:
                 reporter.publish(samples=before.samples, tokens=before.tokens)
                 return None
             with reporter.work():
-                loss += self._backward(batch, answer_tokens)
+                loss += self.backward(batch, answer_tokens)
                 reporter.publish(
                     samples=reporter.status.samples + len(batch),
                     tokens=reporter.status.tokens + self.data.tokens(batch),
                 )
                 if number == len(batches):
                     with self.memory_guard(self.data, batch):
-                        self._update(before.steps, loss, learning_rate)
+                        self.update(before.steps, loss, learning_rate)
                     reporter.end_step(loss)
                     self.rng = self.rng_state()
         return loss
@@ -183,13 +184,35 @@ class Learner:
             logits = self.model(input_ids=inputs, use_cache=False).logits
         return logits, targets
 
-    def _backward(self, batch: list[int], answer_tokens: int) -> float:
+    def backward(self, batch: list[int], answer_tokens: int) -> float:
+        """Adds the gradient of some records to what there is.
+
+        Args:
+            batch: The records.
+            answer_tokens: Answer tokens of all records of the step.
+
+        Returns:
+            Their part of the step's loss, nats.
+
+        Raises:
+            UserError: Memory ran out.
+        """
         with self.memory_guard(self.data, batch):
             loss = self.loss_sum(self.data, batch) / answer_tokens
             loss.backward()  # type: ignore[no-untyped-call]
             return float(loss.item())  # also waits for the GPU, so that the unit's time is its real one
 
-    def _update(self, steps: int, loss: float, learning_rate: float) -> None:
+    def update(self, steps: int, loss: float, learning_rate: float) -> None:
+        """Takes a step along the gradient that there is, and clears it.
+
+        Args:
+            steps: Steps before.
+            loss: Loss of the step, nats.
+            learning_rate: Learning rate.
+
+        Raises:
+            UserError: The loss is no number.
+        """
         if not math.isfinite(loss):
             raise UserError(
                 f"step {steps + 1}: the loss is {loss}; lower optimiser.learning_rate "
@@ -197,14 +220,22 @@ class Learner:
             )
         for group in self.optimiser.param_groups:
             group["lr"] = learning_rate
-        torch.nn.utils.clip_grad_norm_(self._parameters, self._config.optimiser.max_grad_norm)
+        torch.nn.utils.clip_grad_norm_(self.parameters, self._config.optimiser.max_grad_norm)
         self.optimiser.step()
         self.optimiser.zero_grad()
         if self._device == "cuda":
             torch.cuda.synchronize()
 
 
-def _device(wanted: str) -> str:
+def find_device(wanted: str) -> str:
+    """`cpu` or `cuda`.
+
+    Args:
+        wanted: One of these, or `auto`.
+
+    Raises:
+        UserError: There is no usable GPU though one was asked for.
+    """
     if wanted == "cpu":
         return "cpu"
     if torch.cuda.is_available():

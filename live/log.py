@@ -11,7 +11,10 @@ from pathlib import Path
 from wattgym.files import atomic_write_text
 
 STEPS_FILE = "steps.csv"
-STEPS = ("step", "samples", "tokens", "loss", "micro_batch", "step_time_s", "free_step_time_s", "duty", "speed")
+STEPS = (
+    "step", "samples", "tokens", "loss", "micro_batch", "step_time_s", "free_step_time_s", "duty", "speed",
+    "active_ranks", "rank_steps",
+)  # fmt: skip
 EVALUATIONS_FILE = "evaluations.csv"
 EVALUATIONS = ("step", "samples", "loss")
 

@@ -7,14 +7,15 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
-from wattgym.live.channel import Channel, JobState, JobStatus, Knobs
-from wattgym.live.config import checked_micro_batch
+from wattgym.live.channel import JobState, JobStatus, Knobs
+from wattgym.live.config import checked_micro_batch, checked_ranks
 from wattgym.phase import Phase
 
 SLICE_S = 0.02
@@ -22,6 +23,9 @@ SLICE_S = 0.02
 
 WINDOW_STEPS = 20
 """Steps that the published means are taken over."""
+
+_RANKS_POLL_S = 0.0002
+_STEADY_STEPS = 3
 
 _ORPHAN_POLL_S = 0.5
 _ORPHAN_GRACE_S = 60.0
@@ -58,6 +62,40 @@ class StopFlag:
         self.reason = self.reason or signal.Signals(number).name
 
 
+class ChannelSide(Protocol):
+    """What a rank needs of the job's channel."""
+
+    path: Path
+
+    def read_knobs(self) -> tuple[int, Knobs]:
+        """The newest knobs with their sequence number."""
+        ...
+
+    def write_status(self, status: JobStatus) -> None:
+        """Publishes the status."""
+        ...
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Where a rank's time of one step went.
+
+    Attributes:
+        work_s: Seconds of work.
+        speed_held_s: Seconds waited for the sake of the speed.
+        duty_held_s: Seconds waited for the sake of the duty.
+    """
+
+    work_s: float = 0.0
+    speed_held_s: float = 0.0
+    duty_held_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """All of it, s."""
+        return self.work_s + self.speed_held_s + self.duty_held_s
+
+
 class Reporter:
     """Counts the job's time by phase, publishes its status and makes it wait as the knobs ask.
 
@@ -75,7 +113,7 @@ class Reporter:
 
     def __init__(
         self,
-        channel: Channel,
+        channel: ChannelSide,
         stop: StopFlag,
         status: JobStatus,
         clock: Callable[[], float] = time.monotonic,
@@ -85,19 +123,21 @@ class Reporter:
         self.stop = stop
         self._channel = channel
         self._own_micro_batch = status.micro_batch
-        self._clock = clock
+        self.clock = clock
         self._sleep = sleep
         self._mark = clock()
         self._knobs = Knobs()
         self._overslept = 0.0
-        self._step_work_s = self._step_held_s = 0.0
+        self.step_time = StepTime()
+        self._settings: tuple[object, ...] | None = None
+        self._since_switch: list[float] | None = None
         self._losses: deque[float] = deque(maxlen=WINDOW_STEPS)
         self._step_times: deque[tuple[float, float]] = deque(maxlen=WINDOW_STEPS)
         self._read_knobs()
 
     def publish(self, **changes: Any) -> None:
         """Publishes the status after the given changes to its fields."""
-        now = self._clock()
+        now = self.clock()
         spent = list(self.status.phase_s)
         spent[self.status.phase] += now - self._mark
         self._mark = now
@@ -117,41 +157,97 @@ class Reporter:
     @contextmanager
     def work(self) -> Iterator[None]:
         """Runs one unit of work; then publishes and waits as the knobs ask. An exception skips the wait."""
-        start = self._clock()
+        start = self.clock()
         yield
-        work_s = self._clock() - start
-        self._step_work_s += work_s
+        work_s = self.clock() - start
+        self.step_time = replace(self.step_time, work_s=self.step_time.work_s + work_s)
         self.publish()
         self._hold(work_s)
 
     def begin_step(self) -> int:
-        """Waits while paused, then fixes the step's micro-batch by the knobs.
+        """Waits while paused, then fixes the step's micro-batch and ranks by the knobs.
 
         Returns:
             The micro-batch.
         """
         self._wait_while_paused()
-        wanted = self._knobs.micro_batch or self._own_micro_batch
-        self.publish(micro_batch=checked_micro_batch(wanted, self.status.samples_per_update))
-        self._step_work_s = self._step_held_s = 0.0
-        return self.status.micro_batch
+        knobs, ranks = self._knobs, self.status.ranks
+        micro_batch = checked_micro_batch(knobs.micro_batch or self._own_micro_batch, self.status.samples_per_update)
+        active = knobs.active_ranks or ranks
+        checked_ranks(active, ranks, knobs.local_steps)
+        steps = knobs.local_steps if isinstance(knobs.local_steps, int) else max(knobs.local_steps[:active])
+        settings = (micro_batch, active, knobs.local_steps)
+        switched = self._settings not in (None, settings)
+        if switched:
+            self._count_switch()
+            self._since_switch = []
+        self._settings = settings
+        self.publish(
+            micro_batch=micro_batch, active_ranks=active, local_steps=steps, switches=self.status.switches + switched
+        )
+        self.begin_share()
+        return micro_batch
 
-    def end_step(self, loss: float) -> None:
-        """Counts a finished optimiser step; its times follow once its last wait is over."""
-        self._losses.append(loss)
+    @property
+    def channel_path(self) -> Path:
+        """The channel's file."""
+        return self._channel.path
+
+    def begin_share(self) -> None:
+        """Begins to count the time of a step."""
+        self.step_time = StepTime()
+
+    @property
+    def wanted_local_steps(self) -> int | tuple[int, ...]:
+        """Local steps as the knobs have them."""
+        return self._knobs.local_steps
+
+    def wait_for(self, done: Callable[[], bool]) -> None:
+        """Waits until all ranks have met; a pause that holds them back is this rank's, too."""
+        looked_at = self.clock()
+        while not done():
+            if self.clock() - looked_at > SLICE_S:
+                self._wait_while_paused(done)
+                looked_at = self.clock()
+            self._sleep(_RANKS_POLL_S)
+
+    def meet(self, others: Sequence[StepTime], waited_s: float) -> None:
+        """Counts a step that several ranks took: it lasts as long as that of the rank which held it up.
+
+        Args:
+            others: Times of the other ranks.
+            waited_s: Seconds for which this rank waited for them and exchanged data with them.
+        """
+        own = self.step_time
+        slowest = max([own, *others], key=lambda time: time.total_s)
+        exchanged_s = max(0.0, waited_s - (slowest.total_s - own.total_s))
+        self.step_time = replace(slowest, work_s=slowest.work_s + exchanged_s)
+        self.publish(
+            speed_held_s=self.status.speed_held_s + max(0.0, slowest.speed_held_s - own.speed_held_s),
+            duty_held_s=self.status.duty_held_s + max(0.0, slowest.duty_held_s - own.duty_held_s),
+            exchange_s=self.status.exchange_s + waited_s,
+        )
+
+    def end_step(self, *losses: float) -> None:
+        """Counts finished updates; their times follow once the last wait is over."""
+        self._losses.extend(losses)
         mean = sum(self._losses) / len(self._losses)
-        self.status = replace(self.status, steps=self.status.steps + 1, loss=loss, loss_mean=mean)
+        self.status = replace(self.status, steps=self.status.steps + len(losses), loss=losses[-1], loss_mean=mean)
 
-    def step_times(self) -> tuple[float, float]:
-        """Publishes and returns the finished step's length and its length without waits, s."""
-        times = (self._step_work_s + self._step_held_s, self._step_work_s)
-        self._step_times.append(times)
+    def step_times(self, updates: int = 1) -> tuple[float, float]:
+        """Publishes and returns the length of each finished update and its length without waits, s."""
+        times = (self.step_time.total_s / updates, self.step_time.work_s / updates)
+        self._step_times.extend([times] * updates)
         n = len(self._step_times)
         self.publish(
             step_time_s=times[0],
             step_time_mean_s=sum(total for total, _ in self._step_times) / n,
             free_step_time_s=sum(free for _, free in self._step_times) / n,
         )
+        if self._since_switch is not None:
+            self._since_switch.append(self.step_time.work_s)
+            if len(self._since_switch) > _STEADY_STEPS:
+                self._count_switch()
         return times
 
     @property
@@ -174,7 +270,7 @@ class Reporter:
             self.publish(knobs_sequence=sequence, duty=knobs.duty, speed=knobs.speed)
 
     def _hold(self, work_s: float) -> None:
-        start = self._clock()
+        start = self.clock()
         while not self.stop.reason:
             self._read_knobs()
             if self._knobs.paused:
@@ -183,26 +279,28 @@ class Reporter:
             speed, pace = self._knobs.speed, self._knobs.speed * self._knobs.duty
             speed_s = work_s / speed - work_s if speed else float("inf")
             due_s = work_s / pace - work_s - self._overslept if pace else float("inf")
-            waited = self._clock() - start
+            waited = self.clock() - start
             if waited >= due_s:
                 # A sleep ends a little late; the next wait is shorter by so much, which keeps the share exact.
                 self._overslept = min(waited - due_s, SLICE_S)
                 return
             self._sleep(min(SLICE_S, due_s - waited))
-            slept = self._clock() - start - waited
-            self._step_held_s += slept
+            slept = self.clock() - start - waited
+            step = self.step_time
             if waited < speed_s:
+                self.step_time = replace(step, speed_held_s=step.speed_held_s + slept)
                 self.publish(speed_held_s=self.status.speed_held_s + slept)
             else:
+                self.step_time = replace(step, duty_held_s=step.duty_held_s + slept)
                 self.publish(duty_held_s=self.status.duty_held_s + slept)
 
-    def _wait_while_paused(self) -> None:
+    def _wait_while_paused(self, done: Callable[[], bool] = lambda: False) -> None:
         self._read_knobs()
         if not self._pausing():
             return
         with self.phase(Phase.IDLE):
             self.publish(state=JobState.PAUSED)
-            while self._pausing():
+            while self._pausing() and not done():
                 self._sleep(SLICE_S)
                 self._read_knobs()
                 self.publish()
@@ -210,3 +308,10 @@ class Reporter:
 
     def _pausing(self) -> bool:
         return self._knobs.paused and not self.stop.reason
+
+    def _count_switch(self) -> None:
+        """What the first step after a change took beyond the slowest of the next: noise hardly ever counts."""
+        if self._since_switch and len(self._since_switch) > 1:
+            first, *steady = self._since_switch
+            self.publish(switch_s=self.status.switch_s + max(0.0, first - max(steady)))
+        self._since_switch = None

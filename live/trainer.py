@@ -14,6 +14,7 @@ from wattgym.live.config import JobConfig
 from wattgym.live.learner import Learner, LoadedModel
 from wattgym.live.log import EVALUATIONS, EVALUATIONS_FILE, STEPS, STEPS_FILE, Table
 from wattgym.live.pacing import Reporter
+from wattgym.live.parallel import Leader
 from wattgym.live.records import Example
 from wattgym.live.text import Order, split, tokenise
 from wattgym.phase import Phase
@@ -29,14 +30,25 @@ class Trainer:
         examples: Its records.
         folder: Run folder; takes up the newest checkpoint in it.
         reporter: The job's side of its channel.
+        leader: The job's other ranks, if it has any.
 
     Raises:
-        UserError: The model or the data cannot be used, the newest checkpoint does not fit, or memory ran out.
+        UserError: The model or the data cannot be used, the newest checkpoint does not fit, memory ran out, or another
+            rank has failed.
     """
 
-    def __init__(self, config: JobConfig, examples: Sequence[Example], folder: Path, reporter: Reporter) -> None:
+    def __init__(
+        self,
+        config: JobConfig,
+        examples: Sequence[Example],
+        folder: Path,
+        reporter: Reporter,
+        leader: Leader | None = None,
+    ) -> None:
         self._config = config
         self._reporter = reporter
+        self._leader = leader
+        self._updates = 1  # of the last round
         self._checkpoints = folder / CHECKPOINTS
         loaded = LoadedModel(config)
         reporter.publish(device=loaded.device_name)
@@ -49,6 +61,8 @@ class Trainer:
         found = newest_checkpoint(self._checkpoints)
         if found is not None:
             self._take_up(*found)
+        if leader is not None:
+            leader.join(self._learner, self._order, self._digest)
         steps = reporter.status.steps
         self._steps_table = Table(folder / STEPS_FILE, STEPS, steps)
         self._evaluations_table = Table(folder / EVALUATIONS_FILE, EVALUATIONS, self._evaluated_step or 0)
@@ -82,25 +96,33 @@ class Trainer:
         return self._config.max_steps is not None and self._reporter.status.steps >= self._config.max_steps
 
     def _step(self) -> bool:
-        """One optimiser step; False if a stop was asked for before it was complete, and then nothing has changed."""
-        reporter, size, settings = self._reporter, self._config.samples_per_update, self._config.optimiser
-        steps = reporter.status.steps
-        rate = settings.learning_rate * min(1.0, (steps + 1) / (settings.warmup_steps + 1))
-        loss = self._learner.step(self._order.samples(steps * size, size), rate)
-        if loss is None:
+        """One round; False if a stop was asked for before it was complete, and then nothing has changed."""
+        reporter, size = self._reporter, self._config.samples_per_update
+        before = reporter.status
+        losses = self._solo_step() if self._leader is None else self._leader.train()
+        if losses is None:
             return False
-        times = reporter.step_times()
-        status = reporter.status
-        self._record(
-            self._steps_table, status.steps, status.samples, status.tokens, loss, status.micro_batch, *times,
-            status.duty, status.speed,
-        )  # fmt: skip
+        self._updates = len(losses)
+        times = reporter.step_times(self._updates)
+        status, tokens = reporter.status, before.tokens
+        for number, loss in enumerate(losses):
+            samples = before.samples + number * size
+            tokens += self._learner.data.tokens(self._order.samples(samples, size))
+            self._record(
+                self._steps_table, before.steps + number + 1, samples + size, tokens, loss, status.micro_batch, *times,
+                status.duty, status.speed, status.active_ranks, ":".join(map(str, status.rank_steps)),
+            )  # fmt: skip
         return True
 
+    def _solo_step(self) -> list[float] | None:
+        size, steps = self._config.samples_per_update, self._reporter.status.steps
+        loss = self._learner.step(self._order.samples(steps * size, size), self._config.optimiser.rate(steps))
+        return None if loss is None else [loss]
+
     def _evaluate_if_due(self) -> None:
-        reporter, every = self._reporter, self._config.evaluate_every
+        reporter = self._reporter
         steps = reporter.status.steps
-        if not every or steps == 0 or steps % every or steps == self._evaluated_step:
+        if not self._due(self._config.evaluate_every) or steps == self._evaluated_step:
             return
         held_out, learner = self._order.held_out, self._learner
         total = 0.0
@@ -118,7 +140,12 @@ class Trainer:
                 self._record(self._evaluations_table, steps, reporter.status.samples, loss)
             learner.model.train()
 
-    def _record(self, table: Table, *values: float) -> None:
+    def _due(self, every: int | None) -> bool:
+        """Whether a multiple was reached by the last round."""
+        steps = self._reporter.status.steps
+        return every is not None and steps > 0 and steps % every < self._updates
+
+    def _record(self, table: Table, *values: float | str) -> None:
         try:
             table.append(*values)
         except OSError as error:
@@ -126,8 +153,7 @@ class Trainer:
 
     def _save_if_due(self) -> None:
         """A checkpoint in passing: where the disk refuses, the job goes on with the one before."""
-        every, steps = self._config.checkpoint_every, self._reporter.status.steps
-        if not every or steps == 0 or steps % every:
+        if not self._due(self._config.checkpoint_every):
             return
         try:
             self._save()
