@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,18 @@ class SiteTrainer:
             device=self._loaded.device_name,
             pid=self._pid,
         )
+
+    def rehearse(self) -> Iterator[float]:
+        """Trains without learning or using up samples, a step at a time, for those who measure how fast that is."""
+        size = self._config.samples_per_update
+        with self._reporter.phase(Phase.COMPUTE):
+            for step in itertools.count():
+                loss = self._learner.step(self._order.samples(step * size, size), 0.0)
+                self._learner.optimiser.state.clear()
+                if loss is None:
+                    return
+                self._reporter.step_times()
+                yield loss
 
     def stored(self, request: TrainRequest) -> TrainReply | None:
         """The reply to a request that has been answered before.
