@@ -50,16 +50,22 @@ class FederatedResult:
     stopped: bool
 
 
+def say_line(line: str) -> None:
+    """Prints a line at once, also into a pipe."""
+    print(line, flush=True)
+
+
 def run(
     engine: Engine,
-    *,
     federation: str | Path | FederationConfig,
     policy: str,
     rounds: int,
     out: str | Path,
+    *,
     seed: int = 0,
     resume: bool = False,
-    say: Callable[[str], None] = print,
+    join_s: float = 600.0,
+    say: Callable[[str], None] = say_line,
 ) -> FederatedResult:
     """Selects and trains until target, time limit, last round, Ctrl-C or SIGTERM; writes everything into `out`.
 
@@ -74,6 +80,7 @@ def run(
         out: Run folder, new or empty; or that of the run to resume.
         seed: Seed of what the emulated federation draws.
         resume: Go on with the run in `out`; a folder without one begins anew.
+        join_s: Longest wait for sites that have not joined yet, s.
         say: Told a line a round.
 
     Raises:
@@ -89,7 +96,7 @@ def run(
     log = RoundLog(folder / LOG_FILE)
     with run_folder.recording_status(), ExitStack() as stack:
         stop = stack.enter_context(stop_between_rounds())
-        training = Federation(config, engine, folder, resume=resume and bool(log.lines))
+        training = Federation(config, engine, folder, resume=resume and bool(log.lines), join_s=join_s)
         _catch_up(log, training)
         domains = Partition(config).domains
         start = log.records[0].evaluation if log.lines else training.evaluate()

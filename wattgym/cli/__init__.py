@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import typer
 
-from wattgym.cli import deploy, evaluate, export, federated, gap, hw, score, traces, train
+from wattgym.cli import deploy, evaluate, export, federate, federated, gap, hw, profile, score, traces, train
 from wattgym.errors import UserError
 
 app = typer.Typer(
@@ -24,6 +24,8 @@ app.command()(score.score)
 app.command()(export.export)
 app.command()(deploy.deploy)
 app.command()(gap.gap)
+app.command()(profile.profile)
+app.command()(federate.federate)
 app.add_typer(federated.app)
 app.add_typer(traces.app)
 app.add_typer(hw.app)
