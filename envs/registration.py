@@ -19,3 +19,5 @@ def register_envs() -> None:
             entry_point="wattgym.envs.site_selection:SiteSelectionEnv",
             vector_entry_point="wattgym.envs.site_selection_vector:SiteSelectionVectorEnv",
         )
+        # Named only: nothing of the federated package is imported before somebody makes it.
+        gym.register(id="wattgym/SiteSelectionLive-v0", entry_point="wattgym.federated.env:SiteSelectionLiveEnv")

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from wattgym.config import parse_config
 from wattgym.envs.batch import next_seed
 from wattgym.envs.federation.config import SiteSelectionConfig
+from wattgym.envs.federation.emulator import FederationEmulator
 from wattgym.envs.federation.reward import TERMS
 from wattgym.envs.federation.view import SelectionTask, SelectionView
 from wattgym.envs.observation import BOUND
@@ -55,17 +56,22 @@ class SiteSelectionEnv(gym.Env[NDArray[np.float32], NDArray[Any]]):
 
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012 (Gymnasium reads it from the class)
 
-    def __init__(self, config: SiteSelectionConfig | Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        config: SiteSelectionConfig | Mapping[str, Any] | None = None,
+        emulator: FederationEmulator | None = None,
+    ) -> None:
         """Builds the environment.
 
         Args:
             config: Configuration model or the mapping that a YAML file holds.
+            emulator: Federation to select from; a new emulated one by default.
 
         Raises:
             UserError: The configuration is invalid or cannot be met.
         """
         self.config = as_config(config)
-        self.selection = SiteSelection(self.config)
+        self.selection = SiteSelection(self.config, emulator)
         self.layout = self.selection.layout
         self.observation_space = observation_space(self.selection)
         self.action_space = action_space(self.selection)
@@ -110,8 +116,8 @@ def step_info(outcome: SelectionOutcome, index: int) -> dict[str, Any]:
     result, played = outcome.result, outcome.result.played
     return {
         "reward_terms": dict(zip(TERMS, outcome.terms[:, index].tolist(), strict=True)),
-        "chosen": np.flatnonzero(played.chosen[index]),
-        "counted": np.flatnonzero(played.counted[index]),
+        "chosen": played.chosen[index].nonzero()[0],
+        "counted": played.counted[index].nonzero()[0],
         "waited": bool(result.waited[index]),
         "ineligible": int(outcome.ineligible[index]),
         "repaired": bool(outcome.repaired[index]),
