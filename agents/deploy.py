@@ -94,7 +94,7 @@ def _controlled(
     """One run of all jobs under one controller; however it ends, the devices are given back and the log is whole."""
     env, live = deployment.env_for(controller), deployment.live
     folder.mkdir(parents=True, exist_ok=True)
-    plant = LivePlant(live, env.period_s, env.rules, folder, policy=name)
+    plant = LivePlant(live, env.period_s, env.rules, folder, name, env.action.knobs)
     run = LiveRun(controller, env, plant)
     title = f"{name} on {len(live.jobs)} job(s), {live.backend} devices"
     print(f"{title}: loading", flush=True)

@@ -12,6 +12,7 @@ an assumption; that a limit holds the job as it holds the full one at the limit 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 
 import numpy as np
@@ -36,13 +37,18 @@ def divisors(samples: int, largest: int) -> list[int]:
     return [size for size in range(min(samples, largest), 0, -1) if samples % size == 0]
 
 
-def spaced_divisors(samples: int, largest: int) -> list[int]:
-    """At most `MOST` of them, each about half the one before or less, the largest first."""
+def spaced(sizes: Iterable[int], ratio: float = 1.4) -> list[int]:
+    """At most `MOST` of some descending sizes, each smaller than the one before by at least a ratio."""
     kept: list[int] = []
-    for size in divisors(samples, largest):
-        if not kept or size <= kept[-1] / 1.9:
+    for size in sizes:
+        if not kept or size * ratio <= kept[-1]:
             kept.append(size)
     return kept[:MOST]
+
+
+def spaced_divisors(samples: int, largest: int) -> list[int]:
+    """At most `MOST` micro-batches, the largest first, each clearly smaller than the one before."""
+    return spaced(divisors(samples, largest))
 
 
 @cache

@@ -16,6 +16,7 @@ from wattgym.envs.emulator.library import RANGED, SiteLibrary
 from wattgym.envs.emulator.micro_batch import MicroBatches
 from wattgym.envs.emulator.segments import SEGMENTS, Segments, draw_segments
 from wattgym.envs.plant import Command, FloatArray, IntArray, Phase, PlantSpec, Telemetry
+from wattgym.envs.profile import JobProfile
 from wattgym.errors import UserError
 from wattgym.hw.physics import PowerResponse, TickKernel
 
@@ -67,6 +68,31 @@ class Emulator:
         if self._spec is None:
             raise RuntimeError("the emulator has no site before its first reset")
         return self._spec
+
+    @property
+    def profiles(self) -> tuple[JobProfile, ...]:
+        """What is known of each job of the first site drawn last."""
+        spec, site = self.spec, self._site
+        jobs = self._library.calibrated
+        if jobs is not None:
+            return jobs.profiles
+        limits = spec.min_limit_w[0, :, None] + spec.limit_grid * (spec.max_limit_w - spec.min_limit_w)[0, :, None]
+        found = []
+        for j, index in enumerate(site.surface[0]):
+            surface, gpus = self._library.surfaces[index], int(spec.n_gpus[0, j])
+            found.append(
+                JobProfile(
+                    gpu=surface.gpu,
+                    n_gpus=gpus,
+                    model=surface.id,
+                    samples_per_update=None if self._knobs is None else int(self._knobs.table.samples_per_update[0, j]),
+                    default_limit_w=float(self._library.limit_w[index, 2]),
+                    limit_w=tuple(limits[j].tolist()),
+                    power_w=tuple((spec.power_table_w[0, j] / gpus).tolist()),
+                    throughput=tuple(spec.throughput_table[0, j].tolist()),
+                )
+            )
+        return tuple(found)
 
     def reset(self, rngs: Sequence[np.random.Generator]) -> Telemetry:
         """Draws one site per generator and starts it with no limit binding.

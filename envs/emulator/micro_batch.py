@@ -1,13 +1,16 @@
 """What the micro-batch does to power and throughput, for every surface of a site library.
 
-Measured where the Zeus table (You et al., NSDI 2023) holds the same workload on the same GPU at several batch sizes:
-an optimiser step of the surface's own batch size is then made of passes of a smaller measured one. (Each measured pass
-ended in an optimiser step, which accumulation saves, so small micro-batches are a little faster than told here.)
-Elsewhere the fitted form of `wattgym.envs.emulator.batch_form`.
+Measured where the Zeus table (You et al., NSDI 2023) holds the same workload on the same GPU at several batch sizes: a
+pass of the surface's own batch size is the largest, and the smaller measured ones that divide an optimiser step are the
+others. The step itself is an assumption: the least common multiple of the surface's batch size and the largest power
+of two within it, so that most measured sizes divide it. (Each measured pass ended in an optimiser step, which
+accumulation saves, so small micro-batches are a little faster than told here.) Elsewhere the fitted form of
+`wattgym.envs.emulator.batch_form`.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +21,7 @@ from wattgym.envs.emulator.batch_form import (
     MOST,
     divisors,
     formed,
+    spaced,
     spaced_divisors,
 )
 from wattgym.envs.emulator.library import FINE_POINTS, SiteLibrary
@@ -67,10 +71,11 @@ def _options(library: SiteLibrary, index: int) -> tuple[int, list[int]]:
     surface = library.surfaces[index]
     if not surface.measured:
         return ASSUMED_SAMPLES, spaced_divisors(ASSUMED_SAMPLES, ASSUMED_MICRO_BATCH)
-    samples, siblings = surface.batch_size, _siblings(surface)
+    own, siblings = surface.batch_size, _siblings(surface)
     if len(siblings) > 1:
-        return samples, [size for size in divisors(samples, samples) if size in siblings][:MOST]
-    return samples, spaced_divisors(samples, surface.micro_batch)
+        samples = math.lcm(own, 2 ** (own.bit_length() - 1))
+        return samples, spaced(size for size in divisors(samples, own) if size in siblings)
+    return own, spaced_divisors(own, surface.micro_batch)
 
 
 def _siblings(surface: Surface) -> dict[int, Surface]:

@@ -16,8 +16,8 @@ class LiveJob(FrozenModel):
     """One training job and the devices it runs on.
 
     Attributes:
-        devices: Device addresses (`wattgym.hw.open`): UUID, index or `cuda:N`; simulated: `PRESET:N`. The fine-tune
-            runs on one GPU, so with `nvml` there is exactly one.
+        devices: Device addresses (`wattgym.hw.open`): UUID, index or `cuda:N`; simulated: `PRESET:N`. With `nvml`
+            there is one for each rank of the fine-tune.
         training: The fine-tune.
         surface: Response surface that describes the job until it is calibrated; also how a simulated cap slows it.
         pace: Share of this machine's free speed that counts as the job's full speed. Several jobs on one CPU need a
@@ -64,9 +64,10 @@ class LiveConfig(FrozenModel):
             raise ValueError("guard.rules would not be read: the environment's rules are in force")
         if self.backend == "nvml":
             for j, job in enumerate(self.jobs):
-                if len(job.devices) != 1:
+                if len(job.devices) != job.training.ranks:
                     raise ValueError(
-                        f"job {j} has {len(job.devices)} devices; the fine-tune runs on one GPU: make one job per GPU"
+                        f"job {j} has {len(job.devices)} devices for {job.training.ranks} rank(s), each of which runs "
+                        f"on one GPU: set training.ranks to {len(job.devices)}, or make one job per GPU"
                     )
                 if job.training.device == "cpu":
                     raise ValueError(f"job {j} trains on the CPU, so the GPU it is given would idle: device 'cuda'")

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from wattgym.envs.emulator.batch_form import formed, power_form, speed_form
+from wattgym.envs.knobs import ASSUMED_COMM_SHARE, ASSUMED_STRAGGLER_SHARE, active_speed
 from wattgym.envs.live.pace import JobKnobs
+from wattgym.envs.plant import FloatArray
 from wattgym.envs.profile import ActuatorKind, JobProfile
 from wattgym.errors import UserError
 from wattgym.hw.presets import gpu_preset
@@ -36,6 +39,7 @@ class CoupledJob:
         devices: Its devices.
         surface: How a limit slows the job.
         actuator: What carries out commands.
+        micro_batch: Samples of one pass at full speed.
     """
 
     handle: JobHandle
@@ -43,6 +47,11 @@ class CoupledJob:
     devices: Sequence[SimulatedDevice]
     surface: JobProfile
     actuator: ActuatorKind
+    micro_batch: int
+
+    def share_of_pass(self, micro_batch: int) -> FloatArray:
+        """A micro-batch as a share of the largest one."""
+        return np.asarray(min(micro_batch / self.micro_batch, 1.0) if micro_batch else 1.0)
 
 
 class Coupling:
@@ -75,18 +84,30 @@ class Coupling:
     def _couple(self, job: CoupledJob) -> None:
         status = job.handle.status()
         demand = 0.0 if status.state.final else DEMAND[status.phase] * job.knobs.duty
-        for device in job.devices:
-            device.set_demand(demand)
-        job.knobs.slow_to(min(self._speed(device, job) for device in job.devices), status)
+        n = len(job.devices)
+        active = max(n * status.active_ranks // status.ranks, 1)
+        works = status.phase in (Phase.COMPUTE, Phase.EVALUATE)
+        u = job.share_of_pass(status.micro_batch)
+        for i, device in enumerate(job.devices):
+            idle = works and i >= active
+            device.set_demand(0.0 if idle else demand * float(power_form(u)) if works else demand)
+        # A simulated GPU is slow by what the setting does to a real one, whatever this machine does with it.
+        scaling = active_speed(n, active, status.local_steps, ASSUMED_COMM_SHARE, ASSUMED_STRAGGLER_SHARE)
+        speed = min(self._speed(device, job, u) for device in job.devices[:active])
+        job.knobs.slow_to(speed * float(scaling), status)
 
-    def _speed(self, device: SimulatedDevice, job: CoupledJob) -> float:
-        """Speed that the device leaves the job, as a share of full speed."""
+    def _speed(self, device: SimulatedDevice, job: CoupledJob, u: FloatArray) -> float:
+        """Speed that the device leaves the job, as a share of full speed, at a share of the largest micro-batch."""
+        surface = job.surface
         if job.actuator == "power_limit":
-            return float(job.surface.throughput_at(np.asarray(device.enforced_limit_mw() / 1000.0)))
+            own = (np.array(values) for values in (surface.limit_w, surface.power_w, surface.throughput))
+            limits, *tables = own
+            _, speeds = formed(float(u), surface.idle_w, limits, *tables)
+            return float(np.interp(device.enforced_limit_mw() / 1000.0, limits, speeds))
         if job.actuator == "locked_clocks":
             clock_mhz = device.read().sm_clock_mhz or 0.0
-            return clock_mhz / gpu_preset(job.surface.gpu).clock_mhz.max
-        return 1.0
+            return clock_mhz / gpu_preset(job.surface.gpu).clock_mhz.max * float(speed_form(u))
+        return float(speed_form(u))
 
     def _run(self) -> None:
         while not self._stop.is_set():

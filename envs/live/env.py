@@ -39,5 +39,7 @@ class PowerShapingLiveEnv(PowerShapingEnv):
         if settings.site.jobs != len(plant_config.jobs):
             raise UserError(f"site.jobs is {settings.site.jobs}, the live plant has {len(plant_config.jobs)} jobs")
         jobs_folder = Path(folder) if folder is not None else Path(tempfile.mkdtemp(prefix="wattgym-live-"))
-        self.plant = LivePlant(plant_config, settings.period_s, settings.rules, jobs_folder)
+        self.plant = LivePlant(
+            plant_config, settings.period_s, settings.rules, jobs_folder, knobs=settings.action.knobs
+        )
         super().__init__(settings, self.plant)

@@ -45,4 +45,5 @@ def _identity(job: LiveJob, nominal: JobProfile, info: DeviceInfo) -> dict[str, 
         "device": info.name,
         "model": job.training.model.title,
         "samples_per_update": job.training.samples_per_update,
+        "micro_batch": job.training.micro_batch,
     }

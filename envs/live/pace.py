@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import threading
 
+from wattgym.envs.knobs import MIN_DUTY
+from wattgym.errors import UserError
 from wattgym.live.channel import JobStatus, progress
 from wattgym.live.handle import JobHandle
 from wattgym.phase import Phase
-
-MIN_DUTY = 0.1
-"""A job is never slowed further: below this its status would grow stale between steps."""
 
 MEMORY_S = 3.0
 """Time, waiting included, after which an old observation of the free speed counts half; other work on the machine comes
@@ -22,10 +21,13 @@ CATCH_UP_S = 5.0
 
 
 class JobKnobs:
-    """A job's speed and duty, which two threads change.
+    """A job's speed, duty and other knobs, which two threads change.
+
+    Its duty is a product: what an actuator makes of a limit, where it has no other means, times what was asked for.
 
     Attributes:
         full_samples_per_s: Speed that counts as full, once it is known.
+        asked_duty: Duty that was asked for beside the limit; 0 while the job is paused.
     """
 
     def __init__(self, handle: JobHandle, pace: float) -> None:
@@ -34,6 +36,8 @@ class JobKnobs:
         self._pace = pace
         self._free = FreeSpeed()
         self._catch_up = CatchUp()
+        self.asked_duty = 1.0
+        self._limit_duty = 1.0
         self._lock = threading.Lock()
 
     @property
@@ -63,9 +67,40 @@ class JobKnobs:
                 self._handle.set_knobs(speed=wanted)
 
     def work_for(self, duty: float) -> None:
-        """Sets the share of time the job works."""
+        """Sets the share of time the job works for the sake of its limit."""
         with self._lock:
-            self._handle.set_knobs(duty=max(min(duty, 1.0), MIN_DUTY))
+            self._limit_duty = max(min(duty, 1.0), MIN_DUTY)
+            self._handle.set_knobs(duty=self._shared_duty())
+
+    def set(self, micro_batch: int, active_ranks: int, duty: float, local_steps: int) -> None:
+        """Sets the knobs beside the limit; all but duty and pause are taken up at the job's next optimiser step.
+
+        Args:
+            micro_batch: Samples of one pass.
+            active_ranks: Ranks that take part.
+            duty: Share of time the job works; 0 pauses it.
+            local_steps: Optimiser steps between two averages.
+
+        Raises:
+            UserError: The job cannot have the setting; nothing was changed.
+        """
+        with self._lock:
+            before, self.asked_duty = self.asked_duty, duty
+            try:
+                self._handle.set_knobs(
+                    duty=self._shared_duty(),
+                    paused=duty == 0.0,
+                    micro_batch=micro_batch,
+                    active_ranks=active_ranks,
+                    local_steps=local_steps,
+                )
+            except UserError:
+                self.asked_duty = before
+                raise
+
+    def _shared_duty(self) -> float:
+        # A paused job keeps the duty it will go on with.
+        return max(self._limit_duty * (self.asked_duty or 1.0), MIN_DUTY)
 
 
 class CatchUp:

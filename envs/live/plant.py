@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from wattgym.envs.emulator.draw import GRID
+from wattgym.envs.knobs import KnobName
 from wattgym.envs.live.access import Access, close_guards, open_access
 from wattgym.envs.live.actuators import Actuator, ClockActuator, DutyActuator, PowerLimitActuator
 from wattgym.envs.live.config import LiveConfig, LiveJob
@@ -20,6 +21,7 @@ from wattgym.envs.live.coupling import CoupledJob, Coupling
 from wattgym.envs.live.fit import fitted_profile
 from wattgym.envs.live.job import JobDiedError as JobDiedError
 from wattgym.envs.live.job import JobObservation, RunningJob, measure_full_speeds
+from wattgym.envs.live.knobs import check_knobs, in_force, live_table, set_knobs
 from wattgym.envs.live.meters import MeteredDevice
 from wattgym.envs.live.pace import JobKnobs
 from wattgym.envs.live.sample import JobSample
@@ -70,7 +72,13 @@ class LivePlant:
     """
 
     def __init__(
-        self, config: LiveConfig, period_s: float, rules: CommandRules, folder: Path, policy: str = ""
+        self,
+        config: LiveConfig,
+        period_s: float,
+        rules: CommandRules,
+        folder: Path,
+        policy: str = "",
+        knobs: Sequence[KnobName] = ("power_limit",),
     ) -> None:
         """Prepares; nothing is started or written before the first reset.
 
@@ -80,7 +88,13 @@ class LivePlant:
             rules: Command rules of the guards.
             folder: Run folder of the jobs (one sub-folder each).
             policy: Who commands, for the guards' log.
+            knobs: Knobs that commands set; the others are left as they are.
+
+        Raises:
+            UserError: A job does not have one of the knobs.
         """
+        check_knobs(config, knobs)
+        self._knobs = tuple(name for name in knobs if name != "power_limit")
         self._config = config
         self._period_s = period_s
         self._rules = rules
@@ -169,15 +183,19 @@ class LivePlant:
         """Hands a command to the worker; a command that is still waiting is replaced by it.
 
         Raises:
+            UserError: A job cannot have the setting of a knob.
             JobDiedError: A training process has ended; the devices have been given back.
         """
         self._check()
+        command = replace(command, limit_w=command.limit_w.copy())
+        if self.spec.knobs is not None:
+            command = self.spec.knobs.filled(command, self.spec.n_gpus)
         self._decisions = self._no_decisions
         try:
             while True:
                 self._commands.get_nowait()
         except queue.Empty:
-            self._commands.put(replace(command, limit_w=command.limit_w.copy()))
+            self._commands.put(command)
 
     def advance(self) -> Telemetry:
         """Waits for the period's end and reports it.
@@ -252,7 +270,7 @@ class LivePlant:
             boards = [device for device in devices if isinstance(device, SimulatedDevice)]
             if boards:
                 surface = nominal_profile(job.surface, len(devices))
-                coupled.append(CoupledJob(handle, knobs, boards, surface, access.kind))
+                coupled.append(CoupledJob(handle, knobs, boards, surface, access.kind, job.training.micro_batch))
         if coupled:
             self._coupling = Coupling(coupled)
             self._coupling.start()
@@ -290,6 +308,7 @@ class LivePlant:
             power_table_w=power[None],
             throughput_table=speed[None],
             host_w=np.zeros(1),
+            knobs=live_table(self.profiles, limits) if self._knobs else None,
         )
 
     def _carry_out(self) -> None:
@@ -299,6 +318,8 @@ class LivePlant:
             for j, (job, limit_w) in enumerate(zip(self._jobs, command.limit_w[0], strict=True)):
                 try:
                     decisions[0, j] = job.actuator.apply(float(limit_w))
+                    if self._knobs:
+                        set_knobs(job, command, j)
                 except UserError as error:  # a device that fails must not end the control of the others
                     self.ticks.failed_commands += 1
                     self.ticks.last_failure = str(error)
@@ -312,6 +333,7 @@ class LivePlant:
 
         # An episode's first look has no period behind it: what jobs did since some earlier one says nothing.
         started = self._tick > 0
+        limit_w = np.array([[job.actuator.limit_w for job in self._jobs]])
         return Telemetry(
             tick=self._tick,
             sensor_w=row(lambda seen: seen.sensor_w),
@@ -319,9 +341,10 @@ class LivePlant:
             host_w=np.zeros(1),
             throughput=row(lambda seen: seen.speed) if started else self._expected_speed(),
             phase=row(lambda seen: seen.phase).astype(np.int64),
-            limit_w=np.array([[job.actuator.limit_w for job in self._jobs]]),
+            limit_w=limit_w,
             age_s=row(lambda seen: seen.age_s).max(axis=1),
             decisions=self._decisions,
+            in_force=in_force(self._jobs, limit_w) if self._knobs else None,
         )
 
     def _expected_speed(self) -> FloatArray:

@@ -72,7 +72,14 @@ def gap(
         emulated = gaps.emulate(controller, scenario, range(seeds))
         config = plan.live.model_copy(update={"profile": str(profile)})
         with (
-            LivePlant(config, scenario.period_s, scenario.rules, plan.folder, f"wattgym gap {policy}") as plant,
+            LivePlant(
+                config,
+                scenario.period_s,
+                scenario.rules,
+                plan.folder,
+                f"wattgym gap {policy}",
+                scenario.action.knobs,
+            ) as plant,
             tqdm(total=scenario.ticks, unit="tick", desc="live") as bar,
         ):
             rollout = gaps.run_live(controller, scenario, plant, watch=lambda tick: bar.update(tick.tick - bar.n))
