@@ -17,13 +17,14 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python train_controller.py --config configs/quickstart.yaml --out $(OUT)/learned --resume
-	$(BIN)/wattgym evaluate $(OUT)/learned --baselines all --split test --out $(OUT)/evaluation
+	$(BIN)/wattgym evaluate $(OUT)/learned --baselines core --split test --out $(OUT)/evaluation
 	rm -rf $(OUT)/bundle $(OUT)/live
 	$(BIN)/wattgym export $(OUT)/learned --out $(OUT)/bundle
 	$(BIN)/wattgym deploy $(OUT)/bundle --job tiny --duration 1m --out $(OUT)/live
 
+# A file's tests share what they build, so files are what the two processes take, the long ones first (tests/conftest.py).
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
