@@ -38,7 +38,7 @@ def from_bytes(data: bytes) -> Adapter:
     from safetensors.numpy import load
 
     try:
-        arrays = load(data)
+        arrays: Adapter = load(data)
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
         raise AdapterError(f"adapter: no safetensors: {' '.join(str(error).split())}") from None
     for name, array in arrays.items():

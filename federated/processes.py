@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -23,6 +25,7 @@ RESTART_S = 2.0
 """A site that died is started again after this time; twice as long after each further death, up to 32 times."""
 
 _ASK_S = 2.0
+_REAP_S = 0.5
 _STOP_S = 30.0
 
 
@@ -85,6 +88,16 @@ class SiteProcess:
             except UserError:
                 self._info = None
         return self._info
+
+    def train(self, request: TrainRequest, deadline_s: float) -> TrainReply | SiteFailure:
+        """See `SiteClient.train`; of a process that died on the way, the failure says how."""
+        answer = self.client.train(request, deadline_s)
+        if isinstance(answer, SiteFailure) and answer.fate is Fate.LOST and self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = self._process.wait(_REAP_S)
+                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+                return SiteFailure(Fate.LOST, f"its process {how}")
+        return answer
 
     def stop(self) -> None:
         """Lets it save and end, by force after a while."""
@@ -168,7 +181,7 @@ class ProcessEngine(Engine):
             site = self._sites.get(name)
             if site is None:
                 return SiteFailure(Fate.LOST, "there is no such site"), 0.0
-            return site.client.train(requests[name], deadline_s), time.monotonic() - start_s
+            return site.train(requests[name], deadline_s), time.monotonic() - start_s
 
         if not requests:
             return {}

@@ -76,9 +76,8 @@ def from_values(values: Mapping[str, Any]) -> PowerReading:
     Raises:
         KeyError: A value is missing.
     """
-    return PowerReading(
-        **{f.name: math.nan if values[f.name] is None else values[f.name] for f in fields(PowerReading)}
-    )
+    told: dict[str, Any] = {each.name: values[each.name] for each in fields(PowerReading)}
+    return PowerReading(**{name: math.nan if value is None else value for name, value in told.items()})
 
 
 class PowerHolder:

@@ -68,6 +68,7 @@ def serve(config: FederationConfig, name: str, folder: Path, *, owner: int = 0) 
         _serve(config, trainer, reporter, channel, folder)
         run.set_status("interrupted")
         reporter.publish(state=JobState.STOPPED, phase=Phase.IDLE)
+        print(f"site '{name}' stopped: {stop.ended}", flush=True)
     except BaseException as error:
         text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         reporter.publish(state=JobState.FAILED, phase=Phase.IDLE, error=" ".join(text.split()))
@@ -122,7 +123,8 @@ def _worked(trainer: SiteTrainer, holder: PowerHolder | None, work: Any) -> Answ
         finally:
             ended = holder.end() if holder is not None else None
         if begun is not None and ended is not None:
-            reply = replace(reply, metrics=replace(reply.metrics, **ended.since(begun)))
+            measured: dict[str, Any] = ended.since(begun)
+            reply = replace(reply, metrics=replace(reply.metrics, **measured))
         trainer.keep(work, reply)
         return reply
     except UserError as error:
@@ -138,7 +140,8 @@ def _status(
         if kind == "stop":
             stop.ended = stop.ended or "a client asked for it"
             return {"kind": "stopping"}
-        work = desk.current.work if desk.current is not None else None
+        current = desk.current
+        work = current.work if current is not None else None
         training = work if isinstance(work, TrainRequest) else None
         state = "idle" if work is None else "training" if training is not None else "evaluating"
         return {

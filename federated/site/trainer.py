@@ -52,7 +52,7 @@ class SiteStop(StopFlag):
         self._until_s = time_s
 
     @property
-    def reason(self) -> str:  # type: ignore[override]
+    def reason(self) -> str:
         """Why to stop now; empty to go on."""
         late = self._until_s is not None and time.monotonic() > self._until_s
         return self.ended or self.round or ("the deadline has passed" if late else "")
