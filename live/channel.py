@@ -107,7 +107,7 @@ class JobStatus:
         ranks: Ranks of the job.
         active_ranks: Ranks that take part.
         local_steps: Optimiser steps of the busiest rank between two averages; 1: every step is taken together.
-        rank_steps: Those of each active rank.
+        rank_steps: Those of each active rank in the running round.
         switches: Changes of micro-batch, active ranks or local steps since the process started.
         switch_s: Seconds these have cost: what the first step (or round of local steps) after a change took longer
             than the slowest of the next three, waiting left out.

@@ -269,12 +269,13 @@ class Leader:
             rank_steps = steps_by_speed(local_steps, self._share.speeds[: before.active_ranks])
         else:
             rank_steps = local_steps[: before.active_ranks]
-        reporter.publish(rank_steps=rank_steps)
         left = None if self._config.max_steps is None else self._config.max_steps - before.steps
         shape = (before.samples_per_update, before.micro_batch, before.ranks, rank_steps, left)
+        plan = plan_round(*shape)
+        reporter.publish(rank_steps=tuple(len(share) for share in plan.shares[: before.active_ranks]))
         with self._blaming():
             self._followers.tell({"first": before.samples, "steps": before.steps, "shape": shape})
-            losses = self._share.train(plan_round(*shape), before.samples, before.steps)
+            losses = self._share.train(plan, before.samples, before.steps)
         if losses is None:
             reporter.publish(samples=before.samples, tokens=before.tokens)
             reporter.stop.reason = reporter.stop.reason or "another rank was told to stop"
