@@ -13,13 +13,13 @@ Scalar = str | int | float | bool
 
 RUN_CONFIG: dict[str, Scalar] = {
     "federation": "federation.yaml",
-    "policy": "all",
+    "policy": "all sites",
     "rounds": 10,
     "seed": 0,
     "out": "federated_run",
     "resume": False,
     "site-folders": "",
-    "join-s": 120.0,
+    "join-s": 600.0,
 }
 """What `flwr run --run-config` can set, with its defaults; see `server_app.py`."""
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import re
 import socket
 import ssl
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from wattgym.errors import UserError
@@ -18,7 +20,7 @@ from wattgym.federated.flower.app_folder import Scalar, toml, write_app
 from wattgym.files import atomic_write_text
 
 CONNECTION = "wattgym"
-COMMAND_S = 120.0
+COMMAND_S = 300.0
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _STARTED = re.compile(r"Successfully started run (\d+)")
 _FAILED = re.compile(r"ERROR\s*:\s+ServerApp raised an exception")  # A traceback follows.
@@ -115,12 +117,15 @@ class Control:
         keys = [[site, str(path)] for site, path in public_keys.items()]
         self._command([sys.executable, "-c", _REGISTER, CONNECTION], "register sites", json.dumps(keys))
 
-    def run(self, config: Mapping[str, Scalar], show: Callable[[str], None]) -> None:
+    def run(
+        self, config: Mapping[str, Scalar], show: Callable[[str], None], watch: Callable[[], object] = lambda: None
+    ) -> None:
         """Runs the app to its end.
 
         Args:
             config: Run configuration, see `RUN_CONFIG`.
             show: Takes each line of the server app's output.
+            watch: Called every second; what it raises ends the waiting.
 
         Raises:
             UserError: The run could not be started, or failed.
@@ -140,9 +145,8 @@ class Control:
         )
         self._run, said, failed = None, "", False
         try:
-            assert stream.stdout is not None
-            for raw in stream.stdout:
-                said += (line := _COLOUR.sub("", raw))
+            for line in _lines(stream, watch):
+                said += line
                 if self._run is None and (started := _STARTED.search(line)):
                     self._run = started.group(1)
                 elif self._run is not None and not (failed := failed or _FAILED.match(line) is not None):
@@ -152,7 +156,6 @@ class Control:
             raise
         finally:
             stream.wait()
-            stream.stdout.close()
         if self._run is None:
             raise UserError(f"`flwr run` at {self.address}: {last_line(said)}")
         self._conclude(self._run)
@@ -203,6 +206,31 @@ class Control:
         if done.returncode != 0:
             raise UserError(f"SuperLink at {self.address}: cannot {purpose}: {last_line(done.stderr or done.stdout)}")
         return done.stdout
+
+
+def _lines(process: subprocess.Popen[str], watch: Callable[[], object]) -> Iterator[str]:
+    """The lines that a process prints, without colours, as they come."""
+    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+    def read() -> None:
+        assert process.stdout is not None
+        with process.stdout as source:
+            for line in source:
+                lines.put(_COLOUR.sub("", line))
+        lines.put(None)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    while True:
+        try:
+            line = lines.get(timeout=1.0)
+        except queue.Empty:
+            watch()
+            continue
+        if line is None:
+            reader.join()
+            return
+        yield line
 
 
 def last_line(text: str) -> str:

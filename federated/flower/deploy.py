@@ -5,6 +5,7 @@ The same programs with the same options start them on several hosts; `docs/flowe
 
 from __future__ import annotations
 
+import shutil
 import socket
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from wattgym.federated.flower.credentials import Credentials, create
 from wattgym.federated.flower.keeper import ProcessFamily
 
 HOST = "127.0.0.1"
-READY_S = 90.0
+READY_S = 300.0
 
 
 class Loopback:
@@ -58,6 +59,7 @@ class Loopback:
             if "'" in str(socket_path):
                 raise UserError(f"{socket_path}: a path with a quotation mark cannot be told to a SuperNode")
         if credentials is None:
+            shutil.rmtree(folder / "credentials", ignore_errors=True)  # An earlier run's, perhaps of other sites.
             credentials = create(folder / "credentials", [HOST, "localhost"], list(sites), timedelta(days=30))
         credentials.check(sites)
         self._credentials = credentials
@@ -142,6 +144,7 @@ def run_loopback(
     folder: Path,
     config: Mapping[str, Scalar],
     show: Callable[[str], None],
+    watch: Callable[[], object] = lambda: None,
     port: int | None = None,
     credentials: Credentials | None = None,
 ) -> None:
@@ -152,6 +155,7 @@ def run_loopback(
         folder: Private folder for configuration and logs.
         config: Run configuration, see `app_folder.RUN_CONFIG`; paths are absolute.
         show: Takes each line of the server app's output.
+        watch: Called every second; what it raises ends the run.
         port: The SuperLink's port; a free one if None.
         credentials: Certificates and keys; made for this run if None.
 
@@ -159,7 +163,7 @@ def run_loopback(
         UserError: Something is wrong with what was given, or the run failed, with the server app's own message.
     """
     with Loopback(sites, folder, port, credentials) as loopback:
-        loopback.control.run(config, show)
+        loopback.control.run(config, show, watch)
 
 
 def run_remote(

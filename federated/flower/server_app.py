@@ -40,5 +40,13 @@ def run_on_grid(grid: Grid, context: Context) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     config = context.run_config
     out = Path(str(config["out"]))
-    engine = FlowerEngine(grid, timing=out / TIMING_FILE)
-    run(engine, Path(str(config["federation"])), str(config["policy"]), int(config["rounds"]), out)
+    run(
+        FlowerEngine(grid, timing=out / TIMING_FILE),
+        str(config["federation"]),
+        str(config["policy"]),
+        int(config["rounds"]),
+        out,
+        seed=int(config["seed"]),
+        resume=bool(config["resume"]),
+        join_s=float(config["join-s"]),
+    )

@@ -112,13 +112,13 @@ def _over_flower(
         "resume": resume,
         "join-s": join_s,
     }
+    folder = _site_folder(out)
     with terminable():
         if superlink is not None:
             if ca_certificate is None:
                 raise UserError("--superlink needs --ca-certificate: connections are encrypted")
-            run_remote(superlink, ca_certificate, out / FLOWER, settings, typer.echo)
+            run_remote(superlink, ca_certificate, folder / FLOWER, settings, typer.echo)
             return
-        folder = _site_folder(out)
-        with ProcessEngine(config, folder):
-            sockets = {name: folder / name / SOCKET_FILE for name in config.names}
-            run_loopback(sockets, folder / FLOWER, settings, typer.echo)
+        with ProcessEngine(config, folder) as trainers:
+            sockets = {name: folder.absolute() / name / SOCKET_FILE for name in config.names}
+            run_loopback(sockets, folder / FLOWER, settings, typer.echo, watch=trainers.members)
