@@ -1,8 +1,8 @@
-"""A site's memory over restarts: how far it is in its data, and its newest replies.
+"""A site's memory over restarts: how far it is in its data, its optimiser, and its newest replies.
 
-The newest replies are files `round-N.safetensors` in the site's folder: the adapter, and as metadata the request's
-digest, what was measured, and the position in the data after that round. A file is written whole or not at all, so a
-round either counts with its reply or has not happened.
+The newest replies are files `round-N.safetensors` in the site's folder: the adapter, the optimiser's state if it is
+kept, and as metadata the request's digest, what was measured, and the position in the data after that round. A file is
+written whole or not at all, so a round either counts with its reply or has not happened.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from wattgym.errors import UserError
 from wattgym.federated.adapters import digest, from_bytes
-from wattgym.federated.messages import TrainReply, TrainRequest
+from wattgym.federated.messages import Adapter, TrainReply, TrainRequest
 from wattgym.federated.site.wire import reply_from, reply_header
 from wattgym.files import atomic_write_bytes
 
@@ -25,19 +25,19 @@ KEPT = 2
 _SCHEMA = "1"
 
 
+_OPTIMISER = "optimiser/"
+
+
 @dataclass(frozen=True, eq=False)
 class _Kept:
     digest: str
     position: int
     reply: TrainReply
+    optimiser: Adapter
 
 
 class ReplyStore:
-    """Newest replies by round, and the position in the data.
-
-    Attributes:
-        position: Optimiser steps that the site has made in all rounds; says which samples come next.
-    """
+    """Newest replies of the newest run by round."""
 
     def __init__(self, folder: Path | None, site: str, data: str) -> None:
         """Takes up what the folder holds.
@@ -50,7 +50,6 @@ class ReplyStore:
         Raises:
             UserError: The folder belongs to another site, or the site's records have changed.
         """
-        self.position = 0
         self._folder = folder
         self._site = site
         self._data = data
@@ -58,7 +57,15 @@ class ReplyStore:
         for path in sorted(folder.glob("round-*.safetensors")) if folder is not None and folder.is_dir() else []:
             kept = self._read(path)
             self._kept[kept.reply.run_id, kept.reply.round] = kept
-            self.position = max(self.position, kept.position)
+
+    def position(self, run_id: str) -> int:
+        """Optimiser steps that the site has made in all rounds of a run; says which samples come next."""
+        return max((kept.position for (run, _), kept in self._kept.items() if run == run_id), default=0)
+
+    def optimiser(self, run_id: str) -> Adapter:
+        """The optimiser's state after the newest round of a run; empty where none is kept."""
+        rounds = [number for run, number in self._kept if run == run_id]
+        return self._kept[run_id, max(rounds)].optimiser if rounds else {}
 
     def find(self, request: TrainRequest) -> TrainReply | None:
         """The reply to this very request: the same run, round, adapter and assignment.
@@ -74,15 +81,21 @@ class ReplyStore:
             raise UserError(f"round {request.round} is past; this site is at round {newest}")
         return None
 
-    def keep(self, request: TrainRequest, reply: TrainReply) -> None:
+    def keep(self, request: TrainRequest, reply: TrainReply, optimiser: Adapter | None = None) -> None:
         """Stores a reply and moves the position on.
+
+        Args:
+            request: What was asked for.
+            reply: The answer.
+            optimiser: State of the optimiser after it, if that is kept.
 
         Raises:
             UserError: It could not be written; nothing has changed.
         """
         from safetensors.numpy import save
 
-        kept = _Kept(request_digest(request), self.position + reply.metrics.steps, reply)
+        position = self.position(reply.run_id) + reply.metrics.steps
+        kept = _Kept(request_digest(request), position, reply, optimiser or {})
         if self._folder is not None:
             metadata = {
                 "schema": _SCHEMA,
@@ -92,14 +105,14 @@ class ReplyStore:
                 "position": str(kept.position),
                 "reply": json.dumps(_without_nan(reply_header(reply))),
             }
-            atomic_write_bytes(self._path(kept), save(reply.adapter, metadata=metadata))
+            moments = {f"{_OPTIMISER}{name}": array for name, array in kept.optimiser.items()}
+            atomic_write_bytes(self._path(kept), save({**reply.adapter, **moments}, metadata=metadata))
         # Of another run nothing is kept: an aggregator that begins anew asks for round 1 again.
         mine = {key: old for key, old in self._kept.items() if key[0] == reply.run_id}
         mine[reply.run_id, reply.round] = kept
         newest = sorted(mine, key=lambda key: key[1])[-KEPT:]
         dropped = [old for key, old in self._kept.items() if key not in newest]
         self._kept = {key: mine[key] for key in newest}
-        self.position = kept.position
         if self._folder is not None:
             for old in dropped:
                 if self._path(old) != self._path(kept):
@@ -115,15 +128,17 @@ class ReplyStore:
         try:
             with safe_open(path, framework="numpy") as file:
                 metadata: dict[str, Any] = file.metadata() or {}
-            adapter = from_bytes(path.read_bytes())
+            arrays = from_bytes(path.read_bytes())
             if metadata.get("schema") != _SCHEMA:
                 raise UserError(f"{path}: no reply of a site, or of another version")
             if metadata["site"] != self._site:
                 raise UserError(f"{path}: belongs to site '{metadata['site']}', not to '{self._site}'")
             if metadata["data"] != self._data:
                 raise UserError(f"{path}: the records of site '{self._site}' have changed; start it in a new folder")
+            adapter = {name: array for name, array in arrays.items() if not name.startswith(_OPTIMISER)}
+            moments = {name.removeprefix(_OPTIMISER): arrays[name] for name in arrays.keys() - adapter.keys()}
             reply = reply_from(json.loads(metadata["reply"]), adapter)
-            return _Kept(metadata["digest"], int(metadata["position"]), reply)
+            return _Kept(metadata["digest"], int(metadata["position"]), reply, moments)
         except (OSError, SafetensorError, KeyError, json.JSONDecodeError) as error:
             raise UserError(f"{path}: cannot be read as a site's reply: {error}") from None
 

@@ -9,7 +9,6 @@ import resource
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -188,15 +187,13 @@ class SiteTrainer:
         tokens = 0
         losses: list[float] = []
         self._begin(request)
-        moments = self._moments()
+        first = self._store.position(request.run_id)
         with reporter.phase(Phase.COMPUTE):
             reporter.publish(state=JobState.RUNNING)
             for step in range(steps):
-                indices = self._order.samples((self._store.position + step) * size, size)
+                indices = self._order.samples((first + step) * size, size)
                 loss = self._learner.step(indices, self._rate(request, step))
                 if loss is None:
-                    self._learner.optimiser.state.clear()
-                    self._learner.optimiser.state.update(moments)
                     raise AbandonedError(f"round {request.round} was abandoned: {self.stop.reason}")
                 reporter.step_times()
                 losses.append(loss)
@@ -217,7 +214,7 @@ class SiteTrainer:
         Raises:
             UserError: The state could not be written; the round does not count then.
         """
-        self._store.keep(request, reply)
+        self._store.keep(request, reply, self._moments() if self._config.keep_optimiser else None)
 
     def evaluate(self, adapter: Adapter) -> Evaluation:
         """An adapter on the records that all sites keep for evaluation.
@@ -247,10 +244,17 @@ class SiteTrainer:
         return Evaluation(float(np.mean(list(by_domain.values()))), by_domain, accuracy)
 
     def _begin(self, request: TrainRequest) -> None:
-        """Puts the global adapter in place, and the generators where this site, in this round, always has them."""
+        """Puts everything where this site, in this round, always has it, whatever became of rounds before."""
         self._put(request.adapter)
-        if not self._config.keep_optimiser:
-            self._learner.optimiser.state.clear()
+        optimiser = self._learner.optimiser
+        optimiser.zero_grad()  # of a step that failed
+        optimiser.state.clear()
+        for name, value in self._store.optimiser(request.run_id).items():
+            key, kind = name.rsplit("/", 1)
+            parameter = self._parameters[key]
+            # AdamW counts its steps on the CPU and keeps its moments beside the parameter.
+            tensor = torch.from_numpy(value.copy())
+            optimiser.state[parameter][kind] = tensor if kind == "step" else tensor.to(parameter.device)
         seed = hashlib.sha256(f"{self._config.seed}/{self.name}/{request.round}".encode()).digest()
         torch.manual_seed(int.from_bytes(seed[:7], "big"))
 
@@ -260,10 +264,14 @@ class SiteTrainer:
         base = settings.learning_rate if rate is None else rate
         return base * min(1.0, (step + 1) / (settings.warmup_steps + 1))
 
-    def _moments(self) -> dict[Any, dict[str, torch.Tensor]]:
-        """A copy of the optimiser's state."""
+    def _moments(self) -> Adapter:
+        """A copy of the optimiser's state, by parameter and kind."""
         state = self._learner.optimiser.state
-        return {key: {name: value.clone() for name, value in each.items()} for key, each in state.items()}
+        return {
+            f"{key}/{kind}": value.detach().cpu().numpy().copy()
+            for key, parameter in self._parameters.items()
+            for kind, value in state.get(parameter, {}).items()
+        }
 
     def _put(self, adapter: Adapter) -> None:
         with torch.no_grad():
