@@ -177,7 +177,7 @@ class SiteSelection:
         repaired: BoolArray = ~np.asarray(chosen.any(axis=1))
         if repaired.any():
             repaired &= eligible.any(axis=1)
-            rows = np.flatnonzero(repaired)
+            rows = repaired.nonzero()[0]
             if rows.size:
                 chosen[rows, self.view.best_site()[rows]] = True
         return chosen, ineligible, repaired

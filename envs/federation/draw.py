@@ -199,6 +199,20 @@ class FederationLibrary:
         available = self.available_w(federation, step, rows)
         return available * (available >= federation.min_power_w[rows])
 
+    def site_training_w(self, federation: Federation, row: IntArray, site: IntArray, step: IntArray) -> FloatArray:
+        """The same for single sites, each at power samples of its own.
+
+        Args:
+            federation: Sites.
+            row: Environments.
+            site: Slots of the sites in them.
+            step: Power samples; the three shapes broadcast to that of the answer.
+        """
+        position = federation.first_sample[row, site] + np.minimum(step, self.steps - 1)
+        values = self.source.values[position]
+        available = available_power_w(self.config.power, federation.capacity_w[row, site], values)
+        return available * (available >= federation.min_power_w[row, site])
+
     def market_at(
         self, federation: Federation, hour: IntArray, rows: IntArray | slice = _ALL
     ) -> tuple[FloatArray, FloatArray]:

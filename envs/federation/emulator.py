@@ -304,7 +304,7 @@ class FederationEmulator:
         known, hidden = self.telemetry, self._hidden
         federation, library = self.federation, self.library
         step = power_step(known.time_s)
-        rows = np.flatnonzero(step != hidden.power_step)
+        rows = (step != hidden.power_step).nonzero()[0]
         if rows.size:
             # Two samples are read because the time may have passed over several.
             now = step[rows]
@@ -313,7 +313,7 @@ class FederationEmulator:
             known.power_w[rows] = power
             hidden.power_step = step
             hour = ((known.time_s + federation.start_of_day_s % HOUR_S) * (1.0 / HOUR_S)).astype(np.int64)
-            rows = np.flatnonzero(hour != hidden.hour)
+            rows = (hour != hidden.hour).nonzero()[0]
             if rows.size:
                 price, carbon = library.market_at(federation, hour[rows], rows)
                 known.price_usd_per_mwh[rows], known.carbon_g_per_kwh[rows] = price, carbon
@@ -376,5 +376,5 @@ class FederationEmulator:
     def _refill(self, waited: BoolArray) -> None:
         empty = (self.telemetry.rounds % BLOCK == 0) & ~waited
         if empty.any():
-            rows = np.flatnonzero(empty)
+            rows = empty.nonzero()[0]
             self._noise.put(rows, self._draw_noise([self._rngs[row] for row in rows.tolist()]))

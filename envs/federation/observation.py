@@ -226,7 +226,7 @@ class SelectionObserver:
         if self._dropouts:
             self._show_power(x, federation, known, _ALL)
         else:
-            rows = np.flatnonzero(step != self._power_step)
+            rows = (step != self._power_step).nonzero()[0]
             if rows.size:
                 self._show_power(x, federation, known, rows)
         self._power_step = step

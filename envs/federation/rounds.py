@@ -125,7 +125,7 @@ class RoundModel:
             compute_s = np.where(compute_s > deadline, np.inf, compute_s)
             busy = np.minimum(busy, deadline)
             counted = chosen & ~late & ~lost
-            rows = np.flatnonzero((late | lost).any(axis=1))
+            rows = (late | lost).any(axis=1).nonzero()[0]
             stop = np.where(lost, moment.lost_after_s, deadline)[rows]
             energy_j = need_j.copy()
             drawn = self._energy(federation, moment, stop, need_j, rows)
@@ -154,31 +154,29 @@ class RoundModel:
     def _seconds(self, federation: Federation, moment: Moment, need_j: FloatArray) -> FloatArray:
         """Time in which the available power meets each need; infinite where the deadline comes first."""
         step = power_step(moment.time_s)
-        left = ((step + 1) * STEP_S - moment.time_s)[:, None]
+        left = (step + 1) * STEP_S - moment.time_s
         seconds = need_j / np.maximum(moment.power_w, _NEVER)
-        open_ = seconds > left
-        rows = np.flatnonzero(open_.any(axis=1))
-        if not rows.size:
+        # Power changes before these sites are through: they go on from one power sample to the next.
+        row, site = (seconds > left[:, None]).nonzero()
+        if not row.size:
             return seconds
-        # Power changes before some site is through: those federations go on from one power sample to the next.
-        open_, elapsed, step = open_[rows], left[rows], step[rows]
-        need = need_j[rows] - moment.power_w[rows] * elapsed
-        found = np.where(open_, np.inf, seconds[rows])
-        while True:
-            seconds[rows] = found
-            going = (open_ & (elapsed < self._rounds.deadline_s)).any(axis=1)
-            if not going.all():
-                rows, open_, elapsed, step = rows[going], open_[going], elapsed[going], step[going]
-                need, found = need[going], found[going]
-                if not rows.size:
-                    return seconds
-            step = step + 1
-            power = self._library.training_w(federation, step, rows)
-            done = open_ & (need <= power * STEP_S)
-            found = np.where(done, elapsed + need / np.maximum(power, _NEVER), found)
-            need = need - power * STEP_S
-            open_ = open_ & ~done
-            elapsed = elapsed + STEP_S
+        seconds[row, site] = np.inf
+        step, elapsed = step[row], left[row]
+        need, samples = need_j[row, site] - moment.power_w[row, site] * elapsed, 1
+        while row.size:
+            # Most are through with the next sample; the more samples a site has seen, the more are read at a time.
+            ahead = np.arange(1, samples + 1)
+            power = self._library.site_training_w(federation, row[:, None], site[:, None], step[:, None] + ahead)
+            begun = np.add.accumulate(np.insert(np.full(power.shape, STEP_S), 0, elapsed, axis=1), axis=1)
+            missing = np.subtract.accumulate(np.insert(power * STEP_S, 0, need, axis=1), axis=1)
+            done = (missing[:, :-1] <= power * STEP_S) & (begun[:, :-1] < self._rounds.deadline_s)
+            through = done.any(axis=1)
+            k, last = through.nonzero()[0], done.argmax(axis=1)[through]
+            seconds[row[k], site[k]] = begun[k, last] + missing[k, last] / np.maximum(power[k, last], _NEVER)
+            k = (~through & (begun[:, -1] < self._rounds.deadline_s)).nonzero()[0]
+            row, site, step = row[k], site[k], step[k] + samples
+            need, elapsed, samples = missing[k, -1], begun[k, -1], 2 * samples
+        return seconds
 
     def _energy(
         self, federation: Federation, moment: Moment, stop_s: FloatArray, need_j: FloatArray, rows: IntArray
