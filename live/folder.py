@@ -16,6 +16,8 @@ KIND = "live job"
 CHANNEL_FILE = "job.channel"
 LOCK_FILE = "job.lock"
 LOG_FILE = "job.log"
+RENDEZVOUS_FILE = "job.ranks"
+"""By which the ranks of a job find each other."""
 
 
 def prepare_folder(folder: Path, config: JobConfig, *, resume: bool) -> tuple[RunFolder, int]:
@@ -34,7 +36,9 @@ def prepare_folder(folder: Path, config: JobConfig, *, resume: bool) -> tuple[Ru
         raise _running(folder)
     values = config.model_dump(mode="json")
     run = RunFolder.create(folder, values, KIND, config.seed, resume=resume, may_change=MAY_CHANGE)
-    return run, _lock(folder)
+    lock = _lock(folder)
+    (folder / RENDEZVOUS_FILE).unlink(missing_ok=True)  # of a job that was killed
+    return run, lock
 
 
 def is_locked(folder: Path) -> bool:

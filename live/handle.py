@@ -17,7 +17,7 @@ from wattgym.config import parse_config
 from wattgym.errors import UserError
 from wattgym.live.channel import Channel, JobState, JobStatus, Knobs
 from wattgym.live.config import JobConfig, checked_micro_batch, checked_ranks
-from wattgym.live.folder import CHANNEL_FILE, KIND, LOG_FILE, is_locked, prepare_folder
+from wattgym.live.folder import CHANNEL_FILE, KIND, LOG_FILE, RENDEZVOUS_FILE, is_locked, prepare_folder
 from wattgym.live.models import check_available
 from wattgym.live.records import read_examples
 from wattgym.phase import Phase
@@ -247,6 +247,7 @@ class JobHandle:
             if run.info.status == "running":  # the job could not record its end itself
                 run.set_status("failed" if status.state is JobState.FAILED else "interrupted")
         self._closed = status
+        (self.folder / RENDEZVOUS_FILE).unlink(missing_ok=True)  # of a job that was killed
         self._channel.unlink()
         self._channel.close()
 

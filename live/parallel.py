@@ -16,10 +16,11 @@ import numpy as np
 import torch
 
 from wattgym.live.config import JobConfig
+from wattgym.live.folder import RENDEZVOUS_FILE
 from wattgym.live.group import Group, LostContactError
 from wattgym.live.learner import Learner, find_device
 from wattgym.live.pacing import Reporter, StepTime
-from wattgym.live.ranks import Followers, rendezvous_path
+from wattgym.live.ranks import Followers
 from wattgym.live.rounds import Round, plan_round, steps_by_speed
 from wattgym.live.text import Order
 
@@ -218,8 +219,7 @@ class Leader:
     def __init__(self, config: JobConfig, folder: Path, reporter: Reporter) -> None:
         self._config = config
         self._reporter = reporter
-        self._rendezvous = rendezvous_path(folder).absolute()
-        self._rendezvous.unlink(missing_ok=True)
+        self._rendezvous = (folder / RENDEZVOUS_FILE).absolute()
         self._device = find_device(config.device)
         hello = {
             "config": config.model_dump(mode="json"),

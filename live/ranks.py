@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NoReturn
 
 from wattgym.errors import UserError
@@ -57,10 +56,13 @@ class Followers:
                     start_new_session=True,  # Ctrl-C reaches rank 0, which decides what becomes of the others
                 )
                 self._processes.append(process)
+            self.tell(hello)
         except OSError as error:
-            self.close()
+            self.kill()
             raise UserError(f"cannot start rank {len(self._processes) + 1}: {error.strerror}") from None
-        self.tell(hello)
+        except UserError:
+            self.kill()
+            raise
 
     def tell(self, order: Mapping[str, Any]) -> None:
         """Gives all of them an order.
@@ -142,11 +144,6 @@ class Followers:
         for process in self._processes:
             process.kill()
         self.close()
-
-
-def rendezvous_path(folder: Path) -> Path:
-    """The file by which the ranks of a job find each other."""
-    return folder / "job.ranks"
 
 
 def _own_gpu(rank: int) -> dict[str, str]:

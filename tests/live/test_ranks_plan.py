@@ -1,4 +1,6 @@
-"""How rounds are shared among ranks, and what a step of several ranks counts; no process, no torch."""
+"""How rounds are shared among ranks, and what a step of several ranks counts; no torch."""
+
+import time
 
 import pytest
 from hypothesis import given
@@ -8,6 +10,7 @@ from wattgym.errors import UserError
 from wattgym.live.channel import Channel, JobStatus, Knobs
 from wattgym.live.config import JobConfig, checked_ranks
 from wattgym.live.pacing import Reporter, StepTime, StopFlag
+from wattgym.live.ranks import Followers, _own_gpu
 from wattgym.live.rounds import plan_round, steps_by_speed
 
 
@@ -74,6 +77,28 @@ def test_settings_that_do_not_fit(config):
     with pytest.raises(ValueError, match="ranks 9 cannot share the 8 samples of an update"):
         config(ranks=9)
     assert JobConfig().ranks == 1
+
+
+def test_a_rank_that_cannot_begin_says_why(monkeypatch):
+    with pytest.raises(UserError, match=r"ranks 2, but GPUs visible here: 1; each rank needs one of its own"):
+        Followers(1, {}, gpus=1)
+    followers = Followers(2, {"config": {"ranks": 0}}, gpus=None)
+
+    def wait():
+        while not followers.all_ready():
+            time.sleep(0.02)
+
+    try:
+        with pytest.raises(UserError, match=r"rank [12] of 3 failed: job: ranks: .*greater than or equal to 1"):
+            wait()
+    finally:
+        followers.kill()
+    for visible, own in ((None, "1"), ("5, 3", "3"), ("GPU-a,GPU-b", "GPU-b")):
+        if visible is None:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        else:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert _own_gpu(1) == {"CUDA_VISIBLE_DEVICES": own}
 
 
 @pytest.fixture
