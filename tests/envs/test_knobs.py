@@ -165,7 +165,7 @@ def test_a_formed_job_at_its_largest_micro_batch_is_the_job_itself():
     assert small[1] == pytest.approx(float(speed_form(np.array(1 / 16))) * pressed)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(data=st.data())
 def test_the_nominal_response_is_what_an_undisturbed_plant_settles_at(data):
     emulator = started(build(jobs=2, surfaces=(SURFACE, "v100/resnet50/b360", "h100-sxm/assumed/compute_bound")))
@@ -305,7 +305,7 @@ def positions(**given):
     return {name: np.array([[given.get(name, 1.0)]]) for name in BESIDE}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.lists(st.floats(-0.5, 1.5), min_size=5, max_size=60), st.sampled_from([0.0, 7.0, 30.0]))
 def test_discrete_knobs_dwell_and_stay_within_their_settings(wanted, dwell_s):
     settings_, spec = asked({"active_gpus_dwell_s": dwell_s})
