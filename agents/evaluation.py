@@ -13,11 +13,11 @@ from wattgym.agents.baselines.static import StaticCap
 from wattgym.agents.controller import Controller
 from wattgym.agents.episodes import EpisodeResult, PowerTrace
 from wattgym.agents.results import EvaluationResult
-from wattgym.agents.rollout import Arena, Rollout
+from wattgym.agents.rollout import Arena, Rollout, commanding
 from wattgym.agents.scoring import REGULATION, check_scorable, scenario_metrics
 from wattgym.agents.validation import held_out
 from wattgym.config import FrozenModel
-from wattgym.envs.config import OFFERS, ActionConfig, PowerShapingConfig, Split
+from wattgym.envs.config import OFFERS, PowerShapingConfig, Split
 from wattgym.envs.plant import FloatArray
 from wattgym.errors import UserError
 from wattgym.metrics.pjm import PJM_VARIANTS, pjm_variant
@@ -91,8 +91,7 @@ class Stage:
         config = held_out(env, family, plan.split, plan.episode_s)
         self._seeds = plan.scenario_seeds
         self._for_policies = Arena(config)
-        # Baselines command limits directly: what an action means to a policy must not tie their hands.
-        self._for_baselines = Arena(config.model_copy(update={"action": ActionConfig()}))
+        self._for_baselines = Arena(commanding(config))
         check_scorable(self._for_policies, self._seeds[0], pjm_variant(plan.variant))
 
     def policy(self, controller: Controller) -> Rollout:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from wattgym.agents.controller import Controller
-from wattgym.envs.config import PowerShapingConfig
+from wattgym.envs.config import ActionConfig, PowerShapingConfig
 from wattgym.envs.emulator.emulator import Emulator
 from wattgym.envs.plant import FloatArray
 from wattgym.envs.reward import TERMS
@@ -58,6 +58,11 @@ class Rollout:
         from wattgym.signals import response
 
         return response(self.base_w[:, None], self.power_w, self.capacity_w[:, None])
+
+
+def commanding(config: PowerShapingConfig) -> PowerShapingConfig:
+    """The environment as baselines meet it: actions are settings, whatever they mean to a policy."""
+    return config.model_copy(update={"action": ActionConfig(knobs=config.action.knobs)})
 
 
 class Arena:

@@ -1,32 +1,42 @@
-"""Tunes the feedback baselines on training scenarios, with a stated budget."""
+"""Tunes the baselines on training scenarios, with a stated budget that is the same for each."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
-from wattgym.agents.baselines import TunedGains, feedback_baseline
-from wattgym.agents.rollout import Arena
-from wattgym.envs.config import ActionConfig, PowerShapingConfig
-from wattgym.envs.feedback import FeedbackGains
+from wattgym.agents.baselines import TUNABLE, TunedGains, make_tunable, tunable
+from wattgym.agents.rollout import Arena, commanding
+from wattgym.envs.config import PowerShapingConfig
 from wattgym.errors import UserError
 
-TUNABLE = ("PI", "feed-forward + PI")
 OBJECTIVE = "mean reward"
 """What a learner maximises too, so that neither side is tuned for another goal."""
 
-_LOW, _HIGH = (0.0, 0.01, 0.1), (1.0, 1.0, 1.0)
 
-
-def candidate_gains(budget: int, seed: int) -> list[FeedbackGains]:
-    """Gain settings that cover the search box evenly (scrambled Sobol points).
+def candidate_settings(name: str, budget: int, seed: int) -> list[dict[str, Any]]:
+    """The defaults of a baseline, and settings that cover its search box evenly (scrambled Sobol points).
 
     Args:
-        budget: Number of settings.
+        name: A tunable baseline.
+        budget: Number of settings, the defaults among them.
         seed: Seed of the scrambling.
     """
-    return [FeedbackGains(proportional=p, integral=i, rate=r) for p, i, r in covering_points(_LOW, _HIGH, budget, seed)]
+    entry = tunable(name)
+    search, fields = entry.search, entry.settings.model_fields
+    defaults = {key: fields[key].default for key in search}
+    if budget == 1:
+        return [defaults]
+    found = [
+        {
+            key: type(defaults[key])(round(value) if isinstance(defaults[key], int) else value)
+            for key, value in ((key, search[key].at(share)) for key, share in zip(search, point, strict=True))
+        }
+        for point in covering_points([0.0] * len(search), [1.0] * len(search), budget - 1, seed)
+    ]
+    return [defaults, *found]
 
 
 def covering_points(low: Sequence[float], high: Sequence[float], budget: int, seed: int) -> list[list[float]]:
@@ -52,9 +62,10 @@ def tune_baselines(
     scenarios: int,
     seed: int,
     command: str,
+    names: Sequence[str] = TUNABLE,
     progress: Callable[[str, int], object] = lambda name, done: None,
 ) -> TunedGains:
-    """Finds gains for every tunable baseline.
+    """Finds settings for tunable baselines.
 
     Args:
         config: Environment whose training split is used.
@@ -62,6 +73,7 @@ def tune_baselines(
         scenarios: Scenarios each setting is tried on; the same for all.
         seed: Seed of settings and scenarios.
         command: Recorded with the result.
+        names: Which baselines.
         progress: Told the controller and how many settings have been tried.
 
     Raises:
@@ -71,16 +83,15 @@ def tune_baselines(
         raise UserError("baselines are tuned on the training split only; set signal.split and site.surfaces to train")
     if budget < 1 or scenarios < 1:
         raise UserError(f"budget and scenarios must be at least 1, got {budget} and {scenarios}")
-    # The baselines command limits directly, as they do in an evaluation.
-    arena = Arena(config.model_copy(update={"action": ActionConfig()}))
+    arena = Arena(commanding(config))
     seeds = np.random.default_rng(seed).integers(2**62, size=scenarios).tolist()
-    best: dict[str, FeedbackGains] = {}
+    best: dict[str, dict[str, Any]] = {}
     value: dict[str, float] = {}
-    for name in TUNABLE:
-        for tried, gains in enumerate(candidate_gains(budget, seed), start=1):
-            reached = float(arena.run(feedback_baseline(name, gains), seeds).reward.mean())
+    for name in names:
+        for tried, settings in enumerate(candidate_settings(name, budget, seed), start=1):
+            reached = float(arena.run(make_tunable(name, settings), seeds).reward.mean())
             if name not in value or reached > value[name]:
-                best[name], value[name] = gains, reached
+                best[name], value[name] = settings, reached
             progress(name, tried)
     return TunedGains(
         command=command, budget=budget, scenarios=scenarios, objective=OBJECTIVE, gains=best, objective_value=value

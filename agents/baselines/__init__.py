@@ -2,37 +2,94 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 from pydantic import Field
 
+from wattgym.agents.baselines import aqa, bandit, feedback, ofo, predictive, thresholds
 from wattgym.agents.baselines.feedback import Feedback
+from wattgym.agents.baselines.model import Split
+from wattgym.agents.baselines.settings import Range
 from wattgym.agents.baselines.static import RandomLimits, StaticCap, Uncapped
 from wattgym.agents.controller import Controller
-from wattgym.config import FrozenModel, load_config
+from wattgym.config import FrozenModel, load_config, parse_config
 from wattgym.envs.feedback import FeedbackGains
 from wattgym.errors import UserError
 
 ENERGY_MATCHED = "energy-matched cap"
 """A static cap that uses as much energy as the controller it is compared with; the evaluator finds its level."""
 
-BASELINES = ("uncapped", "static cap", ENERGY_MATCHED, "feed-forward", "PI", "feed-forward + PI", "random")
-"""Every baseline, weakest knowledge first."""
-
 TUNED_FILE = Path(__file__).with_name("tuned.yaml")
 
 _NO_FEEDBACK = FeedbackGains(proportional=0.0, integral=0.0)
 
+_PLAIN: Mapping[str, Callable[[], Controller]] = {
+    "uncapped": Uncapped,
+    "static cap": StaticCap,
+    "random": RandomLimits,
+    "feed-forward": lambda: Feedback("feed-forward", _NO_FEEDBACK, "feed_forward"),
+    "feed-forward (best split)": lambda: Feedback("feed-forward (best split)", _NO_FEEDBACK, "feed_forward", "optimal"),
+}
+
+
+@dataclass(frozen=True)
+class Tunable:
+    """A baseline that is tuned.
+
+    Attributes:
+        settings: Model of its settings.
+        search: Which of them are tuned, and where.
+        build: Makes it from its settings.
+    """
+
+    settings: type[FrozenModel]
+    search: Mapping[str, Range]
+    build: Callable[[Any], Controller]
+
+
+def _feedback(name: str, start: Literal["feed_forward", "base"], split: Split = "proportional") -> Tunable:
+    return Tunable(FeedbackGains, feedback.SEARCH, lambda gains: Feedback(name, gains, start, split))
+
+
+def _predictive(name: str, split: Split) -> Tunable:
+    build = lambda settings: predictive.PredictiveControl(settings, name, split)  # noqa: E731
+    return Tunable(predictive.PredictiveSettings, predictive.SEARCH, build)
+
+
+_TUNABLE: Mapping[str, Tunable] = {
+    "PI": _feedback("PI", "base"),
+    "feed-forward + PI": _feedback("feed-forward + PI", "feed_forward"),
+    "feed-forward + PI (best split)": _feedback("feed-forward + PI (best split)", "feed_forward", "optimal"),
+    "two thresholds": Tunable(thresholds.TwoThresholdSettings, thresholds.SEARCH, thresholds.TwoThreshold),
+    "AQA-style rule": Tunable(aqa.AqaSettings, aqa.SEARCH, aqa.AqaRule),
+    "online feedback optimisation": Tunable(ofo.OfoSettings, ofo.SEARCH, ofo.OnlineFeedback),
+    "UCB bandit": Tunable(bandit.BanditSettings, bandit.SEARCH, bandit.UcbBandit),
+    "MPC": _predictive("MPC", "proportional"),
+    "MPC (best split)": _predictive("MPC (best split)", "optimal"),
+}
+
+CORE = ("uncapped", "static cap", ENERGY_MATCHED, "feed-forward", "PI", "feed-forward + PI", "random")
+"""The few that every comparison should have; cheap."""
+
+BASELINES = (*CORE, *(name for name in (*_PLAIN, *_TUNABLE) if name not in CORE))
+"""Every baseline."""
+
+TUNABLE = tuple(_TUNABLE)
+"""Those that `wattgym tune-baselines` tunes."""
+
 
 class TunedGains(FrozenModel):
-    """Gains found by `wattgym tune-baselines`, with what they cost to find.
+    """Settings found by `wattgym tune-baselines`, with what they cost to find.
 
     Attributes:
         command: Command that wrote the file.
-        budget: Gain settings tried per controller, each on the same training scenarios.
+        budget: Settings tried per controller, each on the same training scenarios.
         scenarios: Training scenarios per setting.
         objective: What was maximised.
-        gains: Best gains by controller.
+        gains: Best settings by controller.
         objective_value: The objective they reached, by controller.
     """
 
@@ -40,22 +97,52 @@ class TunedGains(FrozenModel):
     budget: int = Field(ge=1)
     scenarios: int = Field(ge=1)
     objective: str
-    gains: dict[str, FeedbackGains]
+    gains: dict[str, dict[str, Any]]
     objective_value: dict[str, float]
+
+    def of(self, name: str) -> Mapping[str, Any]:
+        """Settings of a controller.
+
+        Raises:
+            UserError: There are none.
+        """
+        if name not in self.gains:
+            raise UserError(f"the tuned gains hold nothing for '{name}'; they hold: {', '.join(self.gains)}")
+        return self.gains[name]
 
 
 def load_tuned(path: str | Path = TUNED_FILE) -> TunedGains:
-    """The tuned gains, from the shipped file or another one.
+    """The tuned settings, from the shipped file or another one.
 
     Raises:
         UserError: The file is missing or does not fit.
     """
-    return load_config(TunedGains, path)
+    tuned = load_config(TunedGains, path)
+    for name, values in tuned.gains.items():
+        if name not in _TUNABLE:
+            raise UserError(f"{path}: gains.{name}: no such tunable baseline; known: {', '.join(TUNABLE)}")
+        parse_config(_TUNABLE[name].settings, values, f"{path}: gains.{name}")
+    return tuned
 
 
-def feedback_baseline(name: str, gains: FeedbackGains) -> Feedback:
+def tunable(name: str) -> Tunable:
+    """What is known of a baseline of `TUNABLE`."""
+    return _TUNABLE[name]
+
+
+def make_tunable(name: str, settings: Mapping[str, Any]) -> Controller:
+    """A tunable baseline with given settings; defaults where left out.
+
+    Raises:
+        UserError: The settings do not fit.
+    """
+    entry = _TUNABLE[name]
+    return entry.build(parse_config(entry.settings, dict(settings), f"settings of '{name}'"))
+
+
+def feedback_baseline(name: str, gains: FeedbackGains) -> Controller:
     """One of the feedback baselines with given gains."""
-    return Feedback(name, gains, "base" if name == "PI" else "feed_forward")
+    return _TUNABLE[name].build(gains)
 
 
 def make_baseline(name: str, tuned: TunedGains | None = None) -> Controller:
@@ -63,39 +150,29 @@ def make_baseline(name: str, tuned: TunedGains | None = None) -> Controller:
 
     Args:
         name: One of `BASELINES`.
-        tuned: Gains of the feedback baselines; the shipped ones if None.
+        tuned: Settings of the tunable baselines; the shipped ones if None.
 
     Raises:
-        UserError: Unknown name.
+        UserError: Unknown name, or the tuned settings hold nothing for it.
     """
-    if name == "uncapped":
-        return Uncapped()
-    if name == "static cap":
-        return StaticCap()
-    if name == "random":
-        return RandomLimits()
-    if name == "feed-forward":
-        return feedback_baseline(name, _NO_FEEDBACK)
-    if name in ("PI", "feed-forward + PI"):
-        gains = (tuned or load_tuned()).gains
-        if name not in gains:
-            raise UserError(f"the tuned gains hold nothing for '{name}'; they hold: {', '.join(gains)}")
-        return feedback_baseline(name, gains[name])
+    if name in _PLAIN:
+        return _PLAIN[name]()
+    if name in _TUNABLE:
+        return make_tunable(name, (tuned or load_tuned()).of(name))
     raise UserError(f"unknown baseline '{name}'; known: {', '.join(BASELINES)}")
 
 
 def select_baselines(names: str) -> tuple[str, ...]:
-    """Baselines from a command-line list: `all`, `none`, or names separated by commas.
+    """Baselines from a command-line list: `all`, `core`, `none`, or names separated by commas.
 
     Raises:
         UserError: Unknown name.
     """
-    if names == "all":
-        return BASELINES
-    if names == "none":
-        return ()
+    sets: dict[str, tuple[str, ...]] = {"all": BASELINES, "core": CORE, "none": ()}
+    if names in sets:
+        return sets[names]
     chosen = tuple(name.strip() for name in names.split(","))
     for name in chosen:
         if name not in BASELINES:
-            raise UserError(f"unknown baseline '{name}'; known: all, none, {', '.join(BASELINES)}")
+            raise UserError(f"unknown baseline '{name}'; known: {', '.join(sets)}, {', '.join(BASELINES)}")
     return chosen

@@ -3,6 +3,8 @@ import pytest
 
 from wattgym.agents.baselines import (
     BASELINES,
+    CORE,
+    TUNABLE,
     TUNED_FILE,
     TunedGains,
     feedback_baseline,
@@ -243,36 +245,44 @@ def test_random_is_reproducible_and_covers_the_range(tmp_path):
 
 def test_names(tmp_path):
     assert select_baselines("all") == BASELINES
+    assert select_baselines("core") == CORE
+    assert set(CORE) < set(BASELINES)
+    assert len(set(BASELINES)) == len(BASELINES)
     assert select_baselines("none") == ()
     assert select_baselines(" PI , random") == ("PI", "random")
     for name in BASELINES:
         if name != "energy-matched cap":
             assert make_baseline(name).name == name
-    with pytest.raises(UserError, match="unknown baseline 'pi'; known: all, none, uncapped"):
+    with pytest.raises(UserError, match="unknown baseline 'pi'; known: all, core, none, uncapped"):
         select_baselines("pi")
     with pytest.raises(UserError, match="unknown baseline 'LQR'; known: uncapped"):
         make_baseline("LQR")
+    # Lists on the command line are separated by commas.
+    assert not any("," in name for name in BASELINES)
 
 
 def test_the_shipped_gains_name_the_command_that_found_them():
     tuned = load_tuned()
     assert tuned.command.startswith("wattgym tune-baselines --config")
-    assert tuned.gains.keys() == tuned.objective_value.keys() == {"PI", "feed-forward + PI"}
+    assert tuned.gains.keys() == tuned.objective_value.keys() == set(TUNABLE)
     assert tuned.budget >= 2
-    assert make_baseline("PI")._gains == tuned.gains["PI"]
+    assert make_baseline("PI")._gains == FeedbackGains(**tuned.gains["PI"])
     assert TUNED_FILE.name == "tuned.yaml"
 
 
 def test_gains_of_another_file_and_mistakes_in_it(tmp_path):
     tuned = TunedGains(
-        command="x", budget=1, scenarios=1, objective="o", gains={"PI": GAINS}, objective_value={"PI": 0.0}
+        command="x", budget=1, scenarios=1, objective="o", gains={"PI": GAINS.model_dump()}, objective_value={"PI": 0.0}
     )
     assert make_baseline("PI", tuned)._gains == GAINS
     with pytest.raises(UserError, match=r"nothing for 'feed-forward \+ PI'; they hold: PI"):
         make_baseline("feed-forward + PI", tuned)
     path = tmp_path / "gains.yaml"
     path.write_text(TUNED_FILE.read_text().replace("integral", "integrl", 1))
-    with pytest.raises(UserError, match="did you mean 'integral'"):
+    with pytest.raises(UserError, match=r"gains.yaml: gains.PI: unknown key 'integrl', did you mean 'integral'"):
+        load_tuned(path)
+    path.write_text(TUNED_FILE.read_text().replace("  PI:", "  PID:"))
+    with pytest.raises(UserError, match=r"gains.PID: no such tunable baseline; known: PI, "):
         load_tuned(path)
     path.write_text(TUNED_FILE.read_text().replace("proportional: 0", "proportional: -0", 1))
     with pytest.raises(UserError, match="greater than or equal to 0"):
