@@ -21,6 +21,10 @@ from wattgym.phase import Phase
 MEASURED_BATCHES, MEASURED_S = 3, 1.0
 """A job's speed is measured over at least so many micro-batches and so long a time."""
 
+SENSED_SHARE = 0.25
+"""A job's power is what its sensors published, by the median, in the last quarter of the control period: limits that
+were written at its start are in force by then, and what is shorter than that is no matter for the controller."""
+
 
 class JobDiedError(UserError):
     """A training process ended while it was controlled; the devices have been given back."""
@@ -31,7 +35,7 @@ class JobObservation:
     """What a job and its devices did since the last observation.
 
     Attributes:
-        sensor_w: Power by the sensors, the last good values, W.
+        sensor_w: Power by the sensors at the end of the period, W (`SENSED_SHARE`).
         meter_w: Mean power by the meters, W.
         samples: Samples trained on; the parts of a micro-batch that is under way count.
         speed: Samples per second as a share of the job's full speed.
@@ -98,13 +102,14 @@ class RunningJob:
         now_s = time.monotonic()
         samples = [device.sample for device in self._devices]
         taken = [sample for sample in samples if sample is not None]
-        sensor_w = sum(sample.power_w for sample in taken)
+        elapsed_s = max(now_s - self._seen_s, 1e-3)
+        readings = [device.steady_w(elapsed_s * SENSED_SHARE) for device in self._devices]
+        sensor_w = sum(reading for reading in readings if reading is not None)
         oldest_s = min((sample.taken_s for sample in taken), default=now_s)
         meter_w = self._meter(sum(sample.energy_j for sample in taken), oldest_s, sensor_w)
         status = self.handle.status()
         # A process that was replaced would count from 0; a job never runs backwards.
         done = max(_samples_done(status, now_s), self._samples)
-        elapsed_s = max(now_s - self._seen_s, 1e-3)
         trained = done - self._samples
         observation = JobObservation(
             sensor_w=sensor_w,

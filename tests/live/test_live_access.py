@@ -215,6 +215,26 @@ def test_a_reading_without_power_leaves_the_last_good_sample():
     assert (device.sample.power_w, device.sample.taken_s, device.sample.energy_j) == (400.0, 10.5, 350.0)
 
 
+def test_one_dip_in_the_window_does_not_move_what_is_sensed_but_a_longer_one_does():
+    source = Source()
+    device = MeteredDevice(source)
+    assert device.steady_w(0.5) is None
+
+    def publish(t_s, power_w):
+        source.reading = DeviceReading(t_s=t_s, age_s=0.0, power_w=power_w, energy_j=0.0)
+        device.read()
+
+    for tenth, power_w in enumerate((700.0, 500.0, 501.0, 502.0, 503.0)):
+        publish(10.0 + tenth / 10, power_w)
+    for _ in range(5):
+        publish(10.5, 380.0)  # one publication, read five times
+    assert device.sample.power_w == 380.0
+    assert device.steady_w(0.45) == 501.0  # of 500, 501, 502, 503, 380; the 700 is too long ago
+    publish(10.6, 380.0)
+    publish(10.7, 380.0)
+    assert device.steady_w(0.45) == 380.0
+
+
 def status(samples, compute_s, evaluate_s=0.0, held_s=0.0, steps=1):
     spent = [0.0] * len(Phase)
     spent[Phase.COMPUTE], spent[Phase.EVALUATE] = compute_s, evaluate_s
