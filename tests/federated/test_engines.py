@@ -38,7 +38,7 @@ def wait_for_all(engine, config, timeout_s=300.0):
 
 
 ENGINES = {"local": local, "process": process}
-"""By name, how to have one with all its sites for as long as a block runs."""
+"""By name, how to have one with all its sites for as long as a block runs; Flower's is the fixture `flower`."""
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +46,10 @@ def config(federation):
     return federation()
 
 
-@pytest.fixture(scope="module", params=ENGINES)
+@pytest.fixture(scope="module", params=[*ENGINES, "flower"])
 def engine(request, config, tmp_path_factory):
-    with ENGINES[request.param](config, tmp_path_factory.mktemp(request.param)) as made:
+    make = ENGINES.get(request.param) or request.getfixturevalue(request.param)
+    with make(config, tmp_path_factory.mktemp(request.param)) as made:
         assert made.name == request.param
         yield made
 
