@@ -34,7 +34,10 @@ class FederatedRun:
 
 
 def federated_result(
-    runs: Sequence[FederatedRun], provenance: Mapping[str, Any], reference: str | None = None
+    runs: Sequence[FederatedRun],
+    provenance: Mapping[str, Any],
+    reference: str | None = None,
+    baselines: Sequence[str] = (),
 ) -> EvaluationResult:
     """Runs as an evaluation: every seed is a scenario that all selectors met.
 
@@ -42,6 +45,7 @@ def federated_result(
         runs: The runs.
         provenance: How they were made.
         reference: Selector that times are also told relative to, seed by seed.
+        baselines: Selectors that the others are compared with.
 
     Raises:
         UserError: A selector lacks a seed that another one has.
@@ -58,10 +62,9 @@ def federated_result(
         rows.append(EpisodeResult(run.selector, scenario, FAMILY, f"{sites} sites", run.seed, values))
         if run.seed == first_seed:
             traces.append(selection_trace(run.selector, scenario, run.episode))
-    names = tuple(dict.fromkeys(run.selector for run in runs))
     return EvaluationResult(
         rows=rows,
-        baselines=(reference,) if reference in names and len(names) > 1 else (),
+        baselines=tuple(baselines),
         traces=traces,
         provenance=provenance,
         headline=HEADLINE if standard else "time_to_target_s",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from wattgym.agents.selection_rollout import SelectionEpisode
+from wattgym.agents.selectors.selector import Selector
 from wattgym.errors import UserError
 from wattgym.federated.config import FederationConfig, load_federation
 from wattgym.federated.engine import Engine
@@ -65,6 +66,7 @@ def run(
     seed: int = 0,
     resume: bool = False,
     join_s: float = 600.0,
+    selector: Selector | None = None,
     say: Callable[[str], None] = say_line,
 ) -> FederatedResult:
     """Selects and trains until target, time limit, last round, Ctrl-C or SIGTERM; writes everything into `out`.
@@ -81,6 +83,7 @@ def run(
         seed: Seed of what the emulated federation draws.
         resume: Go on with the run in `out`; a folder without one begins anew.
         join_s: Longest wait for sites that have not joined yet, s.
+        selector: The selector, where `policy` is but its name because it has settings of its own.
         say: Told a line a round.
 
     Raises:
@@ -89,7 +92,7 @@ def run(
     config = federation if isinstance(federation, FederationConfig) else load_federation(federation)
     if rounds < 1:
         raise UserError(f"rounds {rounds}; valid: 1 or more")
-    selector = live_selector(policy)
+    selector = selector or live_selector(policy)
     folder = Path(out)
     resolved = {"policy": policy, "engine": engine.name, "federation": config.model_dump(mode="json")}
     run_folder = RunFolder.create(folder, resolved, KIND, seed, resume=resume, may_change=("engine",))

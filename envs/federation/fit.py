@@ -23,6 +23,9 @@ _PRIOR_LOG_BETA = (0.0, 0.25)
 _PRIOR_LOG_PHI = (float(np.log(4.0)), 1.0)
 """Centre and spread of the priors: β near 1, φ between about 1.5 and 11 sites."""
 
+_MEASURED_LOG_PHI_SD = 0.5
+"""Spread of a measured φ: it grows several-fold in the course of training, and one number stands for all of it."""
+
 _MIN_ROUNDS = 5
 
 
@@ -45,6 +48,23 @@ class LearningFit:
     sd_log: dict[str, float]
     phi_identified: bool
     rounds: int
+
+    def rms_on(self, rounds: pd.DataFrame, source: str = "rounds table") -> float:
+        """Root mean square of the residual of the log loss on rounds that the fit has not seen.
+
+        Args:
+            rounds: As for `fit_learning`; the loss before training is their own.
+            source: Name of the table for messages.
+
+        Raises:
+            UserError: As for `fit_learning`.
+        """
+        data, profile = _checked(rounds, source), self.profile
+        start = float(np.mean(data.loss[data.trained == 0]))
+        theta = np.log([profile.s0, profile.beta, profile.phi])
+        expected = _curve(data, theta, start, min(profile.loss_floor, 0.99 * start))
+        residual = np.log(expected) - np.log(data.loss[data.trained > 0])
+        return float(np.sqrt(np.mean(residual**2)))
 
     def save(self, path: str | Path) -> None:
         """Writes the profile as YAML for `learning.profile`.
@@ -71,7 +91,7 @@ class _Rounds:
     trained: FloatArray
 
 
-def fit_learning(rounds: pd.DataFrame, source: str = "rounds table") -> LearningFit:
+def fit_learning(rounds: pd.DataFrame, source: str = "rounds table", noise_scale: float | None = None) -> LearningFit:
     """Fits `L = E + (L₀ − E)(1 + S / S₀)^−β`, `S = Σ u K (1 + φ) / (K + φ)`, to recorded rounds.
 
     Least squares on the logarithm of the loss over all rounds. L₀ is the mean of the rounds numbered 0 (the evaluation
@@ -83,6 +103,7 @@ def fit_learning(rounds: pd.DataFrame, source: str = "rounds table") -> Learning
         rounds: Columns `round` (0 = before training), `loss` (nats) and `sites` (effective number of sites that
             counted), optionally `run` (default: one run) and `work` (mean local work over the reference, default 1).
         source: Name of the table for messages.
+        noise_scale: φ as the norms of the sites' deltas tell it; the prior of φ is then close around it.
 
     Returns:
         The fit.
@@ -100,22 +121,19 @@ def fit_learning(rounds: pd.DataFrame, source: str = "rounds table") -> Learning
     log_loss = np.log(data.loss[trained])
 
     def predicted(theta: FloatArray) -> FloatArray:
-        s0, beta, phi, floor = np.exp(theta[0]), np.exp(theta[1]), np.exp(theta[2]), theta[3] * lowest
-        step = data.work * cohort_factor(data.sites, phi) * data.trained
-        total = np.concatenate([np.cumsum(step[data.run == run]) for run in np.unique(data.run)])
-        loss: FloatArray = floor + (start - floor) * (1.0 + total[trained] / s0) ** -beta
-        return loss
+        return _curve(data, theta, start, float(theta[3]) * lowest)
 
+    prior_phi = _PRIOR_LOG_PHI if noise_scale is None else (float(np.log(noise_scale)), _MEASURED_LOG_PHI_SD)
     # A residual of the loss has about this spread; it sets how much the priors weigh against the rounds.
     sigma = 0.1
 
     def residuals(theta: FloatArray) -> FloatArray:
         fit = (np.log(predicted(theta)) - log_loss) / sigma
-        priors = [(theta[k] - centre) / sd for k, (centre, sd) in ((1, _PRIOR_LOG_BETA), (2, _PRIOR_LOG_PHI))]
+        priors = [(theta[k] - centre) / sd for k, (centre, sd) in ((1, _PRIOR_LOG_BETA), (2, prior_phi))]
         return np.concatenate([fit, priors])
 
     middle = max(float(np.cumsum(data.sites * data.trained)[-1]) / 10.0, 1.0)
-    first = np.array([np.log(middle), _PRIOR_LOG_BETA[0], _PRIOR_LOG_PHI[0], 0.3])
+    first = np.array([np.log(middle), _PRIOR_LOG_BETA[0], prior_phi[0], 0.3])
     bounds = ([-5.0, -3.0, -3.0, 0.0], [15.0, 2.0, 6.0, 0.99])
     found = least_squares(residuals, np.clip(first, *bounds), bounds=bounds, x_scale="jac")
     theta = np.asarray(found.x, dtype=np.float64)
@@ -131,6 +149,15 @@ def fit_learning(rounds: pd.DataFrame, source: str = "rounds table") -> Learning
         phi_identified=bool(varied),
         rounds=int(trained.sum()),
     )
+
+
+def _curve(data: _Rounds, theta: FloatArray, start: float, floor: float) -> FloatArray:
+    """Loss after each round of training, nats; `theta` is log S₀, log β, log φ."""
+    s0, beta, phi = np.exp(theta[:3])
+    step = data.work * cohort_factor(data.sites, phi) * data.trained
+    total = np.concatenate([np.cumsum(step[data.run == run]) for run in np.unique(data.run)])
+    loss: FloatArray = floor + (start - floor) * (1.0 + total[data.trained > 0] / s0) ** -beta
+    return loss
 
 
 def _checked(rounds: pd.DataFrame, source: str) -> _Rounds:
