@@ -11,7 +11,12 @@ from pathlib import Path
 from wattgym.config import load_config
 from wattgym.errors import UserError
 from wattgym.federated.config import FederationConfig
+from wattgym.federated.partition import Partition
+from wattgym.federated.site.holder import JOB_FOLDER
+from wattgym.live.folder import prepare_folder
 from wattgym.live.handle import offline_environment
+from wattgym.live.models import check_available
+from wattgym.runs import RUN_FILE
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,11 +33,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         config = load_config(FederationConfig, options.federation)
+        config.site(options.site)
+        # What can be wrong is found before torch is imported, which takes seconds.
+        check_available(config.model)
+        partition = Partition(config)
+        partition.slice(options.site)
+        job = options.folder / JOB_FOLDER
+        # The descriptor stays open, and with it the lock, until the process ends.
+        run, _ = prepare_folder(job, config.job(options.site), resume=(job / RUN_FILE).is_file())
         # Before torch is imported, which reads them.
         os.environ |= offline_environment(config.threads) | _visible_devices(config, options.site)
         from wattgym.federated.site.server import serve
 
-        serve(config, options.site, options.folder, owner=options.owner)
+        serve(config, options.site, partition, run, options.folder, owner=options.owner)
     except UserError as error:
         print(f"wattgym site: error: {error}", file=sys.stderr, flush=True)
         return 2

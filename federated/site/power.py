@@ -34,12 +34,12 @@ from wattgym.envs.shaping import PowerShaping, configured_signal
 from wattgym.errors import UserError
 from wattgym.federated.config import FederationConfig, SiteShaping
 from wattgym.federated.power import AvailablePower
-from wattgym.federated.site.holder import PowerReading, as_line
+from wattgym.federated.site.holder import JOB_FOLDER, PowerReading, as_line
 from wattgym.hw.limits import MIN_INTERVAL_S, CommandRules
 from wattgym.live.channel import Knobs
 from wattgym.live.handle import JobHandle
 
-JOB_FOLDER, DEVICES = "job", "devices"
+DEVICES = "devices"
 EPISODE_S = 600.0
 """A shaping controller begins anew at least this often; the signal goes on where it was."""
 

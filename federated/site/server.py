@@ -23,32 +23,32 @@ from wattgym.federated.site.desk import Answer, Desk
 from wattgym.federated.site.holder import PowerHolder
 from wattgym.federated.site.trainer import SiteStop, SiteTrainer, peak_memory_mb
 from wattgym.live.channel import Channel, JobState, JobStatus, Knobs
-from wattgym.live.folder import CHANNEL_FILE, prepare_folder
+from wattgym.live.folder import CHANNEL_FILE
 from wattgym.live.learner import LoadedModel
 from wattgym.live.pacing import Reporter
 from wattgym.phase import Phase
-from wattgym.runs import RUN_FILE
+from wattgym.runs import RunFolder
 
-JOB_FOLDER, REPLIES = "job", "replies"
+REPLIES = "replies"
 _IDLE_S = 0.2
 
 
-def serve(config: FederationConfig, name: str, folder: Path, *, owner: int = 0) -> None:
+def serve(
+    config: FederationConfig, name: str, partition: Partition, run: RunFolder, folder: Path, *, owner: int = 0
+) -> None:
     """Runs a site to its end.
 
     Args:
         config: The federation.
         name: The site.
-        folder: Its folder; one process at a time.
+        partition: Its records.
+        run: Run folder of its training, locked for this process.
+        folder: The site's folder.
         owner: Process whose death ends the site, which must be its parent; 0: it outlives whoever started it.
 
     Raises:
-        UserError: The site is unknown, runs already, or model, data or devices cannot be used.
+        UserError: Model, data or devices cannot be used.
     """
-    config.site(name)
-    job = folder / JOB_FOLDER
-    # The descriptor stays open, and with it the lock, until the process ends.
-    run, _ = prepare_folder(job, config.job(name), resume=(job / RUN_FILE).is_file())
     stop = SiteStop()
     stop.on_signals()
     if owner:
@@ -58,12 +58,12 @@ def serve(config: FederationConfig, name: str, folder: Path, *, owner: int = 0) 
         "micro_batch": config.micro_batch,
         "samples_per_update": config.samples_per_update,
     }
-    channel = Channel.create(job / CHANNEL_FILE, Knobs(), JobStatus(**sizes))
+    channel = Channel.create(run.path / CHANNEL_FILE, Knobs(), JobStatus(**sizes))
     reporter = Reporter(channel, stop, JobStatus(**sizes))
     try:
         loaded = LoadedModel(config.job(name))
         trainer = SiteTrainer(
-            config, name, Partition(config), loaded, reporter=reporter, folder=folder / REPLIES, pid=os.getpid()
+            config, name, partition, loaded, reporter=reporter, folder=folder / REPLIES, pid=os.getpid()
         )
         _serve(config, trainer, reporter, channel, folder)
         run.set_status("interrupted")

@@ -115,7 +115,7 @@ def _file(tmp_path, config, **changes):
         ({"network": {"aggregator": "aws:nowhere"}}, "unknown region 'aws:nowhere'"),
         ({"data": {"source": "tasks", "families": ["adding"]}}, "unknown family 'adding'"),
         (
-            {"data": {"source": "tasks", "families": ["add"], "records": 12, "evaluation": 2, "split": {"alpha": 0.01}}},
+            {"data": {"source": "tasks", "families": ["add"], "records": 12, "split": {"alpha": 0.01}}},
             "its data slice has no samples",
         ),
         ({"data": {"source": "tasks", "records": 8, "evaluation": 64}}, "at least one must be left"),
