@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,6 +14,13 @@ from stable_baselines3.common.vec_env import VecNormalize
 from wattgym.agents.checkpoint import policy_controller, save_checkpoint
 from wattgym.agents.config import AnyTrainingConfig
 from wattgym.agents.problem import Problem, Validator
+from wattgym.files import atomic_write_json
+
+VALIDATIONS = "validations.json"
+"""File of the run folder with every validation so far."""
+
+Progress = bool | Callable[[int], object]
+"""A progress bar on stderr or none, or who is told the steps trained so far."""
 
 
 class StopTraining(KeyboardInterrupt):
@@ -34,7 +43,7 @@ class TrainingCallback(BaseCallback):
         folder: Path,
         validation: Validator,
         stop: StopFlag,
-        progress: bool,
+        progress: Progress,
     ) -> None:
         """Prepares for a training.
 
@@ -44,10 +53,11 @@ class TrainingCallback(BaseCallback):
             folder: Run folder.
             validation: What policies are compared on.
             stop: Looked at before each rollout.
-            progress: Show a progress bar on stderr.
+            progress: Show a progress bar on stderr, or whom to tell the steps.
         """
         super().__init__()
         self.best_reward: float | None = None
+        self._validations: list[dict[str, Any]] = []
         self._config = config
         self._problem = problem
         self._folder = folder
@@ -61,6 +71,7 @@ class TrainingCallback(BaseCallback):
     def restore(self, state: dict[str, Any]) -> None:
         """Takes up the schedule of an interrupted run."""
         self.best_reward = state["best_reward"]
+        self._validations = state.get("validations", [])
         self._next_validation = state["next_validation"]
         self._next_checkpoint = state["next_checkpoint"]
 
@@ -81,7 +92,7 @@ class TrainingCallback(BaseCallback):
 
     def _on_training_start(self) -> None:
         self._problem.begin(self._normalise.venv)
-        if self._show:
+        if self._show is True:
             from tqdm import tqdm
 
             total = self._config.train.total_steps
@@ -112,6 +123,8 @@ class TrainingCallback(BaseCallback):
     def _update_bar(self) -> None:
         if self._bar is not None:
             self._bar.update(self.model.num_timesteps - self._bar.n)
+        elif callable(self._show):
+            self._show(self.model.num_timesteps)
 
     def _features(self) -> tuple[str, ...]:
         return self._problem.features(self._normalise.venv)
@@ -127,6 +140,17 @@ class TrainingCallback(BaseCallback):
         if self.best_reward is None or scores.reward > self.best_reward:
             self.best_reward = scores.reward
             save_checkpoint(self._folder / "best", self.model, self._config.train.algorithm, features, None)
+        self._validations.append(
+            {
+                "steps": self.model.num_timesteps,
+                "reward": _finite(scores.reward),
+                "families": {
+                    family: {name: _finite(value) for name, value in metrics.items()}
+                    for family, metrics in scores.by_family.items()
+                },
+            }
+        )
+        atomic_write_json(self._folder / VALIDATIONS, {"validations": self._validations})
         if self._bar is not None:
             self._bar.set_postfix_str(f"validation reward {scores.reward:.4f}, best {self.best_reward:.4f}")
 
@@ -138,6 +162,7 @@ class TrainingCallback(BaseCallback):
             "env": normalise.venv,
             "callback": {
                 "best_reward": self.best_reward,
+                "validations": self._validations,
                 "next_validation": self._next_validation,
                 "next_checkpoint": self._next_checkpoint,
             },
@@ -148,3 +173,8 @@ class TrainingCallback(BaseCallback):
         save_checkpoint(folder, self.model, self._config.train.algorithm, self._features(), state)
         for older in sorted(folder.parent.glob("step_*"))[:-2]:
             shutil.rmtree(older, ignore_errors=True)
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no word for what a policy that has diverged may score."""
+    return value if math.isfinite(value) else None

@@ -10,8 +10,9 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from wattgym.agents.episodes import Problem
+from wattgym.agents.search_space import SearchRange
 from wattgym.config import FrozenModel, parse_config, read_yaml
-from wattgym.envs.config import PowerShapingConfig
+from wattgym.envs.config import PowerShapingConfig, RewardConfig
 from wattgym.envs.federation.config import SiteSelectionConfig
 from wattgym.errors import UserError
 
@@ -30,6 +31,8 @@ class NetworkConfig(FrozenModel):
         log_std_init: PPO and recurrent PPO only: logarithm of the initial exploration noise.
         lstm_hidden: Recurrent PPO only: size of the LSTM between observation and hidden layers.
         heads: Set attention only: heads of each layer.
+        zero_head: `mlp` only: the layer that gives the (mean) action begins at zero, so that a residual policy begins
+            as what it is added to.
     """
 
     architecture: Literal["mlp", "deep_sets", "set_attention"] = "mlp"
@@ -38,6 +41,7 @@ class NetworkConfig(FrozenModel):
     log_std_init: float = -1.0
     lstm_hidden: int = Field(default=64, ge=1)
     heads: int = Field(default=4, ge=1)
+    zero_head: bool = False
 
     @model_validator(mode="after")
     def _sizes(self) -> NetworkConfig:
@@ -45,6 +49,8 @@ class NetworkConfig(FrozenModel):
             raise ValueError(f"'{self.architecture}' needs hidden layers of one size, got {list(self.hidden)}")
         if self.architecture == "set_attention" and self.hidden[0] % self.heads:
             raise ValueError(f"hidden size {self.hidden[0]} is no multiple of {self.heads} heads")
+        if self.over_sites and self.zero_head:
+            raise ValueError(f"zero_head goes with network.architecture 'mlp', not '{self.architecture}'")
         return self
 
     @property
@@ -61,12 +67,15 @@ class ValidationConfig(FrozenModel):
         scenarios: Scenarios per signal family; the same each time.
         families: Signal families.
         episode_s: Episode length, seconds.
+        reward: Weights of the reward that policies are compared by; None: those they are trained for. A policy may be
+            trained for other weights than it is judged by.
     """
 
     every_steps: int = Field(default=200_000, ge=1)
     scenarios: int = Field(default=16, ge=1)
     families: tuple[str, ...] = Field(default=("rega", "droop"), min_length=1)
     episode_s: float = Field(default=2400.0, gt=0.0)
+    reward: RewardConfig | None = None
 
 
 class TrainConfig(FrozenModel):
@@ -103,12 +112,14 @@ class BaseTrainingConfig(FrozenModel):
         train: Algorithm and budget.
         network: Networks.
         seed: The run's one seed.
+        search: Ranges of `wattgym tune`, by dotted key; a training does not read them.
     """
 
     problem: Problem
     train: TrainConfig = Field(default_factory=TrainConfig)
     network: NetworkConfig = Field(default_factory=NetworkConfig)
     seed: int = Field(default=0, ge=0)
+    search: dict[str, SearchRange] = Field(default_factory=dict)
 
     @property
     @abstractmethod
@@ -130,17 +141,39 @@ class BaseTrainingConfig(FrozenModel):
         return self
 
 
+class CloningConfig(FrozenModel):
+    """Warm start on training scenarios: the policy learns to act as a controller does.
+
+    Attributes:
+        expert: The controller, by its name among the baselines; None: no warm start.
+        steps: Environment steps that the expert plays.
+        passes: After them, how often the policy plays as many steps itself and the expert says what it would have done.
+        epochs: Sweeps over all steps so far after each share.
+        batch_size: Decisions a gradient step.
+        learning_rate: Step size of Adam.
+    """
+
+    expert: str | None = None
+    steps: int = Field(default=40_000, ge=1)
+    passes: int = Field(default=2, ge=0)
+    epochs: int = Field(default=4, ge=1)
+    batch_size: int = Field(default=1024, ge=1)
+    learning_rate: float = Field(default=1e-3, gt=0.0)
+
+
 class TrainingConfig(BaseTrainingConfig):
     """A training for power shaping.
 
     Attributes:
         problem: Power shaping.
         env: The environment trained in.
+        imitation: Warm start.
         validation: Selection of the best checkpoint.
     """
 
     problem: Literal["power_shaping"] = "power_shaping"
     env: PowerShapingConfig = Field(default_factory=PowerShapingConfig)
+    imitation: CloningConfig = Field(default_factory=CloningConfig)
     validation: ValidationConfig = Field(default_factory=ValidationConfig)
 
     @property
@@ -156,6 +189,22 @@ class TrainingConfig(BaseTrainingConfig):
             raise ValueError(f"env.site.surfaces must not be the held-out split '{self.env.site.surfaces}'")
         if self.network.over_sites:
             raise ValueError(f"network.architecture '{self.network.architecture}' goes with problem 'site_selection'")
+        return self
+
+    @model_validator(mode="after")
+    def _expert_is_known(self) -> TrainingConfig:
+        expert = self.imitation.expert
+        if expert is None:
+            if self.imitation != CloningConfig():
+                raise ValueError("imitation has settings but no expert")
+            return self
+        from wattgym.agents.baselines import BASELINES, ENERGY_MATCHED
+
+        if expert not in BASELINES or expert == ENERGY_MATCHED:
+            known = ", ".join(name for name in BASELINES if name != ENERGY_MATCHED)
+            raise ValueError(f"imitation.expert '{expert}' is unknown; known: {known}")
+        if self.train.algorithm == "recurrent_ppo":
+            raise ValueError("imitation goes with algorithms without memory, train.algorithm is 'recurrent_ppo'")
         return self
 
 

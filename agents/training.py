@@ -16,15 +16,19 @@ from typing import Any
 
 from stable_baselines3.common.logger import Logger
 
-from wattgym.agents.callbacks import StopTraining, TrainingCallback
+from wattgym.agents.callbacks import Progress, StopTraining, TrainingCallback
 from wattgym.agents.checkpoint import algorithm_class, load_checkpoint, load_resume_state
 from wattgym.agents.config import DEFAULTS, ON_POLICY, AnyTrainingConfig, SelectionTrainingConfig
 from wattgym.agents.event_log import EventLog
 from wattgym.agents.policy import checkpoint_folder
-from wattgym.agents.problem import Problem, problem_of
+from wattgym.agents.problem import Problem, Validator, problem_of
+from wattgym.config import FrozenModel
 from wattgym.errors import UserError
 from wattgym.files import atomic_write_json
 from wattgym.runs import RunFolder
+
+MAY_CHANGE = ("train.total_steps", "train.checkpoint_steps")
+"""Keys that may differ when a run is taken up again."""
 
 _SET_ELSEWHERE = {"policy", "env", "seed", "device", "policy_kwargs", "tensorboard_log", "verbose", "_init_setup_model"}
 """Arguments of the algorithms that are no hyperparameters here: other keys decide them."""
@@ -48,7 +52,7 @@ class TrainingOutcome:
 
 
 def train(
-    config: AnyTrainingConfig, out: str | Path, *, resume: bool = False, progress: bool = True
+    config: AnyTrainingConfig, out: str | Path, *, resume: bool = False, progress: Progress = True
 ) -> TrainingOutcome:
     """Trains a policy into a run folder.
 
@@ -59,7 +63,7 @@ def train(
         config: What to train.
         out: Run folder, new or empty unless resuming.
         resume: Continue the run in the folder; `train.total_steps` may have grown.
-        progress: Show a progress bar on stderr.
+        progress: Show a progress bar on stderr, or whom to tell the steps trained so far.
 
     Raises:
         UserError: The configuration or the folder cannot be used, or the disk is full.
@@ -69,15 +73,10 @@ def train(
     torch.set_num_threads(config.train.threads)
     plain = config.model_dump(mode="json")
     # Whatever is wrong with the configuration shows before a folder is touched.
-    problem = problem_of(config)
-    validation = problem.validation()
-    problem.check()
-    model = _fresh(config, problem)
-    run = RunFolder.create(
-        out, plain, "training", config.seed, resume=resume, may_change=("train.total_steps", "train.checkpoint_steps")
-    )
+    problem, validation, model = _prepare(config)
+    run = RunFolder.create(out, plain, "training", config.seed, resume=resume, may_change=MAY_CHANGE)
     interrupted = False
-    with _stop_requests() as stop:
+    with stop_requests() as stop:
         callback = TrainingCallback(config, problem, run.path, validation, stop, progress)
         try:
             with run.recording_status():
@@ -93,6 +92,22 @@ def train(
         finally:
             callback.close()
     return TrainingOutcome(run, int(model.num_timesteps), callback.best_reward, interrupted)
+
+
+def check_training(config: AnyTrainingConfig) -> None:
+    """Looks at everything that can be wrong with a configuration before it is trained; writes nothing.
+
+    Raises:
+        UserError: It cannot be trained.
+    """
+    _prepare(config)
+
+
+def _prepare(config: AnyTrainingConfig) -> tuple[Problem, Validator, Any]:
+    problem = problem_of(config)
+    validation = problem.validation()
+    problem.check()
+    return problem, validation, _fresh(config, problem)
 
 
 def _learn(model: Any, config: AnyTrainingConfig, run: RunFolder, callback: TrainingCallback) -> None:
@@ -115,14 +130,20 @@ def _warm_start(
     run: RunFolder,
     callback: TrainingCallback,
     stop: StopRequest,
-    progress: bool,
+    progress: Progress,
 ) -> None:
     """Imitates the configured expert, if there is one, and writes down what came of it."""
-    if not isinstance(config, SelectionTrainingConfig) or config.imitation.expert is None:
+    if config.imitation.expert is None:
         return
-    from wattgym.agents.imitation import imitate
+    record: FrozenModel
+    if isinstance(config, SelectionTrainingConfig):
+        from wattgym.agents.imitation import imitate
 
-    record = imitate(model, config, stop, progress=progress)
+        record = imitate(model, config, stop, progress=progress is True)
+    else:
+        from wattgym.agents.cloning import clone
+
+        record = clone(model, config, stop, progress=progress is True)
     atomic_write_json(run.path / "imitation.json", record.model_dump(mode="json"))
     # What was imitated is a policy to compare with, and not to be learnt again after a stop.
     callback.validate_and_save_next()
@@ -144,7 +165,7 @@ def _fresh(config: AnyTrainingConfig, problem: Problem) -> Any:
         with warnings.catch_warnings():
             # What stable-baselines3 merely warns of (a mini-batch that does not divide the rollout) is a mistake too.
             warnings.simplefilter("error", UserWarning)
-            return algorithm_class(config.train.algorithm)(
+            model = algorithm_class(config.train.algorithm)(
                 policy,
                 env,
                 seed=config.seed,
@@ -155,6 +176,14 @@ def _fresh(config: AnyTrainingConfig, problem: Problem) -> Any:
     except (TypeError, AssertionError, ValueError, UserWarning) as error:
         reason = " ".join(str(error).split()) or f"{config.train.algorithm} refuses {settings}"
         raise UserError(f"train.hyperparameters: {reason}") from None
+    if config.network.zero_head:
+        import torch
+
+        head = model.policy.action_net if config.train.algorithm in ON_POLICY else model.policy.actor.mu
+        with torch.no_grad():
+            head.weight.zero_()
+            head.bias.zero_()
+    return model
 
 
 def _resumed(run: RunFolder, callback: TrainingCallback) -> Any:
@@ -235,7 +264,7 @@ class StopRequest:
 
 
 @contextmanager
-def _stop_requests() -> Iterator[StopRequest]:
+def stop_requests() -> Iterator[StopRequest]:
     """Turns the first SIGINT or SIGTERM into a request; the second acts as it did before."""
     stop = StopRequest()
     previous: dict[int, Any] = {}

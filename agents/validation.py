@@ -51,9 +51,9 @@ class Validation:
             UserError: A family is unknown, has no recording in the split, or the scenarios are too long or too short.
         """
         settings = config.validation
+        env = config.env.model_copy(update={"reward": settings.reward or config.env.reward})
         self._arenas = {
-            family: Arena(held_out(config.env, family, "validation", settings.episode_s))
-            for family in settings.families
+            family: Arena(held_out(env, family, "validation", settings.episode_s)) for family in settings.families
         }
         self._seeds = np.random.default_rng(config.seed).integers(2**62, size=settings.scenarios).tolist()
         for arena in self._arenas.values():
@@ -131,7 +131,8 @@ def held_out(env: PowerShapingConfig, family: str, split: str, episode_s: float)
     Raises:
         UserError: The family is unknown, or the length is no whole number of periods.
     """
-    signal = {"families": {family: 1.0}, "split": split, "offers": env.signal.offers}
+    kept = {key: getattr(env.signal, key) for key in ("offers", "band", "infeasible")}
+    signal = {"families": {family: 1.0}, "split": split, **kept}
     site = env.site.model_copy(update={"surfaces": split}) if env.site.by_split else env.site
     return parse_config(
         PowerShapingConfig, {**dict(env), "site": site, "signal": signal, "episode_s": episode_s}, f"{split} scenarios"

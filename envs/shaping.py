@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wattgym.envs.config import OFFERS, PowerShapingConfig, SignalConfig
-from wattgym.envs.feedback import FeedbackLoop
+from wattgym.envs.feedback import FeedbackLoop, IdentifiedModel
 from wattgym.envs.knob_actions import KnobSettings, position_of, reachable_w
 from wattgym.envs.knobs import Command, KnobName
 from wattgym.envs.observation import ObservationBuilder, ObservationLayout, common_limit
@@ -164,6 +164,7 @@ class PowerShaping:
         self.task: ControlTask | None = None
         self.signals: tuple[Signal, ...] = ()
         self._settings: KnobSettings | None = None
+        self._identified: IdentifiedModel | None = None
 
     def reset(self, seeds: Sequence[int]) -> NDArray[np.float32]:
         """Starts one episode per seed; equal seeds give equal episodes, alone or in any batch.
@@ -195,8 +196,9 @@ class PowerShaping:
         if config.action.kind == "residual":
             self._feed_forward = common_limit(spec, self.targets_w)
         task = ControlTask(spec, self.layout, config, base, capacity, shortfall_w=shortfall)
-        if config.action.gains is not None:
-            task = replace(task, loop=FeedbackLoop(config.action.gains, task.limit_per_error))
+        if (gains := config.action.gains) is not None:
+            task = replace(task, loop=FeedbackLoop(gains, task.limit_per_error))
+            self._identified = IdentifiedModel(gains.identify, spec) if gains.identify > 0.0 else None
         beside = config.action.beside_limit
         self._settings = KnobSettings(config.knob_rules, beside, spec) if beside else None
         self._builder.reset(spec, self.targets_w, base, capacity, self._settings)
@@ -290,8 +292,12 @@ class PowerShaping:
         loop = self.task.loop if self.task is not None else None
         if loop is not None:
             feed_forward, error = observation[:, self._loop_columns].astype(np.float64).T
+            centre = (feed_forward + 1.0) / 2.0
+            if self._identified is not None:
+                upcoming = min(telemetry.tick, self.targets_w.shape[1] - 1)
+                centre = self._identified.common_limit(self.targets_w[:, upcoming], telemetry)
             # A live sensor may have nothing to say; then there is nothing to correct.
-            loop.step((feed_forward + 1.0) / 2.0, np.nan_to_num(error))
+            loop.step(centre, np.nan_to_num(error))
         return observation
 
     def _draw_signal(self, rng: np.random.Generator) -> Signal:

@@ -191,7 +191,7 @@ def test_drafts_of_a_killed_process_are_cleared_away(run):
     (draft / "policy.zip").write_text("half")
     save_checkpoint(run / "best", load_checkpoint(last_of(run)).model, "ppo", (), None)
     assert sorted(path.name for path in run.iterdir()) == [
-        "best", "checkpoints", "config.yaml", "run.json", "tensorboard",
+        "best", "checkpoints", "config.yaml", "run.json", "tensorboard", "validations.json",
     ]  # fmt: skip
 
 

@@ -58,7 +58,7 @@ def test_train_writes_a_run_named_after_configuration_and_seed(capsys):
     assert opened.info.seed == opened.config["seed"] == 3
     assert (opened.config["train"]["num_envs"], opened.config["train"]["total_steps"]) == (2, 64)
     assert {path.name for path in opened.path.iterdir()} == {
-        "best", "checkpoints", "config.yaml", "run.json", "tensorboard",
+        "best", "checkpoints", "config.yaml", "run.json", "tensorboard", "validations.json",
     }  # fmt: skip
     out, err = capsys.readouterr()
     assert out.splitlines() == [out.strip()]

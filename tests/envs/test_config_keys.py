@@ -71,6 +71,7 @@ ALTERNATIVES = {
     "action.gains.proportional": (0.1, LOOP),
     "action.gains.integral": (0.3, LOOP),
     "action.gains.rate": (0.05, LOOP),
+    "action.gains.identify": (0.1, {**LOOP, "site": {"power_spread": 0.2}}),
     "observation.preview_periods": (2, {}),
     "observation.error_history": (1, {}),
     "observation.command_history": (1, {}),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import typer
 
-from wattgym.cli import deploy, evaluate, export, federate, federated, gap, hw, profile, score, traces, train
+from wattgym.cli import deploy, evaluate, export, federate, federated, gap, hw, profile, score, traces, train, tune
 from wattgym.errors import UserError
 
 app = typer.Typer(
@@ -18,6 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(train.train)
+app.command()(tune.tune)
 app.command()(evaluate.evaluate)
 app.command("tune-baselines")(evaluate.tune_baselines)
 app.command()(score.score)

@@ -23,7 +23,8 @@ Loaded = list[tuple[Path, "TrainedPolicy"]]
 
 def evaluate(
     runs: Annotated[
-        list[Path] | None, typer.Argument(help="Training runs or policy bundles; none: baselines alone.")
+        list[Path] | None,
+        typer.Argument(help="Training runs, groups of them (--seeds) or policy bundles; none: baselines alone."),
     ] = None,
     baselines: Annotated[str, typer.Option(help="all, none, or names separated by commas.")] = "all",
     families: Annotated[
@@ -144,8 +145,10 @@ def tune_baselines(
 
 def _load_runs(runs: list[Path], checkpoint: str) -> Loaded:
     from wattgym.agents.policy import load_policy
+    from wattgym.agents.seeds import group_runs
 
-    return [(path, load_policy(path, "best" if checkpoint == "best" else "last")) for path in runs]
+    paths = [path for run in runs for path in group_runs(run) or (run,)]
+    return [(path, load_policy(path, "best" if checkpoint == "best" else "last")) for path in paths]
 
 
 def _environment(loaded: Loaded, config: Path | None) -> PowerShapingConfig:
