@@ -110,6 +110,7 @@ def imitate(model: Any, config: SelectionTrainingConfig, stop: StopFlag, *, prog
     policy: SetPolicy = model.policy
     batch = SelectionProblem(config).batch()
     batch.seed(int(rng.integers(2**31)))
+    play = _Play(np.asarray(batch.reset()), np.ones(batch.num_envs, dtype=bool))
     shares: list[_Decisions] = []
     # Adam's memory of this phase is not the training's.
     optimiser = torch.optim.Adam(policy.parameters(), lr=settings.learning_rate, eps=1e-5)
@@ -121,7 +122,8 @@ def imitate(model: Any, config: SelectionTrainingConfig, stop: StopFlag, *, prog
                 _Expert(part, settings) if index == 0 else _Counterfactual(part, policy, rng)
                 for part in selections(batch).values()
             ]
-            shares = [*shares, _collect(batch, advisors, model.gamma, steps, stop, bar.update)][-settings.window :]
+            shares.append(_collect(batch, play, advisors, model.gamma, steps, stop, bar.update))
+            del shares[: -settings.window]
             decisions += steps * batch.num_envs
             known = _joined(shares)
             for group in optimiser.param_groups:
@@ -151,8 +153,8 @@ class _Advice:
 class _Advisor(Protocol):
     """Says what to play and what to learn from it."""
 
-    def advise(self, observation: NDArray[np.float32], ended: BoolArray) -> _Advice:
-        """The coming round's advice, for observations `(B, D)`; `ended`: an episode begins."""
+    def advise(self, observation: NDArray[np.float32], begins: BoolArray) -> _Advice:
+        """The coming round's advice, for observations `(B, D)`; `begins`: an episode does."""
         ...
 
 
@@ -163,7 +165,7 @@ class _Expert:
         self._part = part
         self._expert = settings.expert
 
-    def advise(self, observation: NDArray[np.float32], ended: BoolArray) -> _Advice:
+    def advise(self, observation: NDArray[np.float32], begins: BoolArray) -> _Advice:
         """The coming round's choices and what the opposite of each would lose."""
         view, emulator = self._part.view, self._part.selection.emulator
         eligible = view.known.eligible
@@ -186,7 +188,7 @@ class _Counterfactual:
         self._part, self._policy, self._rng = part, policy, rng
         self._progress, self._seconds = np.zeros(part.num_envs), np.zeros(part.num_envs)
 
-    def advise(self, observation: NDArray[np.float32], ended: BoolArray) -> _Advice:
+    def advise(self, observation: NDArray[np.float32], begins: BoolArray) -> _Advice:
         """The coming round's choices and what each was worth."""
         view, emulator = self._part.view, self._part.selection.emulator
         eligible = view.known.eligible
@@ -198,8 +200,8 @@ class _Counterfactual:
         played &= eligible
         round_ = emulator.imagine(_with_flips(played), foresee=True)
         gain, seconds = self._gain(round_.progress), round_.seconds
-        self._progress = np.where(ended, 0.0, MEMORY * self._progress) + gain[:, 0]
-        self._seconds = np.where(ended, 0.0, MEMORY * self._seconds) + seconds[:, 0]
+        self._progress = np.where(begins, 0.0, MEMORY * self._progress) + gain[:, 0]
+        self._seconds = np.where(begins, 0.0, MEMORY * self._seconds) + seconds[:, 0]
         rate = np.maximum(self._progress, 0.0) / np.maximum(self._seconds, _TINY)
         sign = np.where(played, -1.0, 1.0)
         worth = sign * ((gain[:, 1:] - gain[:, :1]) - rate[:, None] * (seconds[:, 1:] - seconds[:, :1]))
@@ -229,26 +231,37 @@ def _with_flips(chosen: BoolArray) -> BoolArray:
     return np.concatenate([chosen[:, None, :], flips], axis=1)
 
 
+@dataclass(eq=False)
+class _Play:
+    """Where the batch stands: its observation, and which episodes are about to begin.
+
+    Episodes go on from share to share, so that long ones are seen to their end.
+    """
+
+    observation: NDArray[np.float32]
+    begins: BoolArray
+
+
 def _collect(
-    batch: VecEnv, advisors: list[_Advisor], gamma: float, steps: int, stop: StopFlag, done: Any
+    batch: VecEnv, play: _Play, advisors: list[_Advisor], gamma: float, steps: int, stop: StopFlag, done: Any
 ) -> _Decisions:
-    """Plays, and takes advice in every state."""
+    """Plays on, and takes advice in every state."""
     sizes = np.cumsum([part.num_envs for part in selections(batch).values()])[:-1]
-    observation = np.asarray(batch.reset())
-    over = np.ones(batch.num_envs, dtype=bool)
     seen, chosen, weight, reward, ended = [], [], [], [], []
     for _ in range(steps):
         if stop.requested:
             raise StopTraining
         advice = [
-            advisor.advise(rows, ends)
-            for advisor, rows, ends in zip(advisors, np.split(observation, sizes), np.split(over, sizes), strict=True)
+            advisor.advise(rows, begins)
+            for advisor, rows, begins in zip(
+                advisors, np.split(play.observation, sizes), np.split(play.begins, sizes), strict=True
+            )
         ]
-        seen.append(observation.copy())
+        seen.append(play.observation.copy())
         chosen.append(np.concatenate([a.chosen for a in advice]))
         weight.append(np.concatenate([a.weight for a in advice]).astype(np.float32))
         following, gain, over, _ = batch.step(np.concatenate([a.action for a in advice]))
-        observation = np.asarray(following)
+        play.observation, play.begins = np.asarray(following), over
         reward.append(gain)
         ended.append(over)
         done()

@@ -119,9 +119,12 @@ class FederationLibrary:
         config, sites, learning = self.config, self.config.sites, self.learning
         n, d = sites.size, learning.domains
         r = len(self.candidates)
-        u = np.stack([rng.random(len(_EPISODE) + n * len(_SITE) + r) for rng in rngs])
-        normal = np.stack([rng.standard_normal((2, n)) for rng in rngs])
-        gamma = np.stack([rng.standard_gamma(sites.alpha, (n, d)) for rng in rngs])
+        u = np.empty((len(rngs), len(_EPISODE) + n * len(_SITE) + r))
+        normal, gamma = np.empty((len(rngs), 2, n)), np.empty((len(rngs), n, d))
+        for i, rng in enumerate(rngs):
+            rng.random(out=u[i])
+            rng.standard_normal(out=normal[i])
+            rng.standard_gamma(sites.alpha, out=gamma[i])
         episode = dict(zip(_EPISODE, u[:, : len(_EPISODE)].T, strict=True))
         per_site = u[:, len(_EPISODE) : len(_EPISODE) + n * len(_SITE)].reshape(len(rngs), n, len(_SITE))
         site = {name: per_site[..., i] for i, name in enumerate(_SITE)}
@@ -173,13 +176,15 @@ class FederationLibrary:
             **links,
         )
         spread = learning.randomise
-        population = (samples[..., None] * mix).sum(axis=1)
-        even = np.full((len(rngs), d), 1.0 / d)
+        weights = np.full((len(rngs), d), 1.0 / d)
+        if learning.evaluation == "population":
+            population = (samples[..., None] * mix).sum(axis=1)
+            weights = population / population.sum(axis=1, keepdims=True)
         curve = Curve(
             s0=learning.s0 * (1.0 + spread * (2.0 * episode["s0"] - 1.0)),
             beta=learning.beta * (1.0 + spread * (2.0 * episode["beta"] - 1.0)),
             phi=learning.phi * (1.0 + spread * (2.0 * episode["phi"] - 1.0)),
-            weights=even if learning.evaluation == "even" else population / population.sum(axis=1, keepdims=True),
+            weights=weights,
         )
         return federation, curve
 

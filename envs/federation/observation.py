@@ -281,21 +281,29 @@ class SelectionObserver:
         power = known.power_w[rows]
         rate = power * federation.samples_per_joule[rows]
         per_rate = 1.0 / np.maximum(rate, _LOW)
-        x[rows, sites["compute"]] = _decades(self._reference * per_rate, _MINUTE_S) * exists
         work = self._work if self._time_model == "A" else federation.samples[rows] * self._epochs
-        x[rows, sites["alone"]] = _decades(work * per_rate + federation.comm_s[rows], _MINUTE_S) * exists
         usable = rate * eligible
         mean = usable.sum(axis=1) / np.maximum(eligible.sum(axis=1), 1)
-        x[rows, sites["share"]] = (usable / np.maximum(mean, _LOW)[:, None] - 1.0) * exists
         per_capacity = 1.0 / np.maximum(federation.capacity_w[rows], 1.0)
-        x[rows, sites["power"]] = power * per_capacity
         least = federation.min_power_w[rows]
-        # Empty slots have no power and show 0; sites without power are at the lowest octave.
-        x[rows, sites["headroom"]] = np.log2(np.maximum(power / least, 0.125)) * exists
-        x[rows, sites["power_change"]] = known.power_change_w[rows] * per_capacity * 10.0
+        # Features that lie side by side are written at once.
+        x[rows, sites["compute"].start : sites["power_change"].stop] = np.concatenate(
+            [
+                _decades(self._reference * per_rate, _MINUTE_S) * exists,
+                _decades(work * per_rate + federation.comm_s[rows], _MINUTE_S) * exists,
+                (usable / np.maximum(mean, _LOW)[:, None] - 1.0) * exists,
+                power * per_capacity,
+                # Empty slots have no power and show 0; sites without power are at the lowest octave.
+                np.log2(np.maximum(power / least, 0.125)) * exists,
+                known.power_change_w[rows] * per_capacity * 10.0,
+            ],
+            axis=1,
+        )
         if self.layout.market:
-            x[rows, sites["price"]] = known.price_usd_per_mwh[rows] * exists * 0.01
-            x[rows, sites["carbon"]] = known.carbon_g_per_kwh[rows] * exists * 0.002
+            price, carbon = known.price_usd_per_mwh[rows], known.carbon_g_per_kwh[rows]
+            x[rows, sites["price"].start : sites["carbon"].stop] = np.concatenate(
+                [price * exists * 0.01, carbon * exists * 0.002], axis=1
+            )
 
 
 _FADE = np.exp(-np.arange(128) / 10.0)

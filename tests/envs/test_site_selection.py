@@ -22,7 +22,7 @@ from wattgym.envs.site_selection_vector import SiteSelectionVecEnv
 from wattgym.errors import UserError
 
 ROOT = Path(__file__).parents[2]
-SCENARIOS = ("compute_bound", "balanced", "communication_bound", "volatile_power", "dropouts", "expensive_carbon")
+SCENARIOS = tuple(sorted(p.stem for p in (ROOT / "configs" / "site_selection").glob("*.yaml") if p.stem != "ppo"))
 
 
 @pytest.mark.parametrize("config", [{}, {"action": {"kind": "binary"}}, {"sites": {"count": [1, 1]}}], ids=str)
