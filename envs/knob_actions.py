@@ -65,11 +65,12 @@ class KnobSettings:
             low = self._rules.min_duty
             shown: FloatArray = (in_force.duty - low) / (1.0 - low)
             return shown
-        return 1.0 - self._numbered(name, in_force) / np.maximum(self._last_index[name], 1)
+        position: FloatArray = 1.0 - self._numbered(name, in_force) / np.maximum(self._last_index[name], 1)
+        return position
 
     def movement(self, in_force: Command) -> FloatArray:
         """Change of the settings in force since the last call, position mean over jobs, summed over knobs, `(B,)`."""
-        total = np.zeros(self._duty.shape[0])
+        total = np.zeros(self._n_gpus.shape[0])
         for name, before in self._in_force.items():
             self._in_force[name] = shown = self.shown(name, in_force)
             total += np.abs(shown - before).mean(axis=1)
@@ -160,7 +161,8 @@ def reachable_w(rules: KnobRules, names: tuple[KnobName, ...], spec: PlantSpec) 
 
 def fewest_active(rules: KnobRules, n_gpus: IntArray) -> IntArray:
     """GPUs of each job that stay active whatever is asked for."""
-    return np.maximum(np.ceil(rules.min_active_share * n_gpus - 1e-9).astype(np.int64), 1)
+    fewest: IntArray = np.maximum(np.ceil(rules.min_active_share * n_gpus - 1e-9).astype(np.int64), 1)
+    return fewest
 
 
 def position_of(rules: KnobRules, name: KnobName, command: Command, spec: PlantSpec) -> FloatArray:

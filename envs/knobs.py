@@ -136,7 +136,8 @@ class KnobTable:
                 f"job {j} cannot have a micro-batch of {wanted}: its {self.samples_per_update[b, j]} samples per update"
                 f" and its memory allow {_listed(sorted(valid))}; nearest: {_listed(nearest(wanted, valid))}"
             )
-        return same.argmax(axis=-1)
+        place: IntArray = same.argmax(axis=-1)
+        return place
 
 
 def nearest(wanted: int, valid: Sequence[int]) -> list[int]:

@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 
 from wattgym.config import FrozenModel
 from wattgym.envs.knobs import MIN_DUTY, Command, KnobName
-from wattgym.envs.plant import FloatArray, Phase, PlantSpec, Telemetry
+from wattgym.envs.plant import FloatArray, IntArray, Phase, PlantSpec, Telemetry
 from wattgym.envs.profile import JobProfile
 from wattgym.errors import UserError
 
@@ -64,14 +64,19 @@ class ProfilePlan(FrozenModel):
 
     @model_validator(mode="after")
     def _in_range(self) -> ProfilePlan:
-        for name, values, fits, valid in (
-            ("duties", self.duties, lambda v: v == 0.0 or MIN_DUTY <= v < 1.0, f"0 (pause) or {MIN_DUTY:g} to below 1"),
-            ("active_shares", self.active_shares, lambda v: 0.0 < v < 1.0, "above 0 and below 1"),
-            ("local_steps", self.local_steps, lambda v: v >= 2, "2 or more"),
-        ):
-            for value in values:
-                if not fits(value):
-                    raise ValueError(f"{name}: {value:g} cannot be visited; valid: {valid}")
+        refused = [
+            *(("duties", v) for v in self.duties if not (v == 0.0 or MIN_DUTY <= v < 1.0)),
+            *(("active_shares", v) for v in self.active_shares if not 0.0 < v < 1.0),
+            *(("local_steps", v) for v in self.local_steps if v < 2),
+        ]
+        if refused:
+            valid = {
+                "duties": f"0 (pause) or {MIN_DUTY:g} to below 1",
+                "active_shares": "above 0 and below 1",
+                "local_steps": "2 or more",
+            }
+            name, value = refused[0]
+            raise ValueError(f"{name}: {value:g} cannot be visited; valid: {valid[name]}")
         return self
 
 
@@ -299,13 +304,16 @@ def pareto(power_w: FloatArray, throughput: FloatArray) -> NDArray[np.bool_]:
 
 
 def _command(wanted: list[Configuration]) -> Command:
-    def row(name: str, kind: type) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
-        return np.array([[getattr(own, name) for own in wanted]], dtype=kind)
+    def floats(values: list[float]) -> FloatArray:
+        return np.array([values], dtype=np.float64)
+
+    def whole(values: list[int]) -> IntArray:
+        return np.array([values], dtype=np.int64)
 
     return Command(
-        limit_w=row("limit_w", float),
-        micro_batch=row("micro_batch", int),
-        active_gpus=row("active_gpus", int),
-        duty=row("duty_cycle", float),
-        local_steps=row("local_steps", int),
+        limit_w=floats([own.limit_w for own in wanted]),
+        micro_batch=whole([own.micro_batch for own in wanted]),
+        active_gpus=whole([own.active_gpus for own in wanted]),
+        duty=floats([own.duty_cycle for own in wanted]),
+        local_steps=whole([own.local_steps for own in wanted]),
     )

@@ -94,7 +94,8 @@ def _response(library: SiteLibrary, index: int, size: int, largest: int) -> tupl
     power, speed = library.power_w[index], library.throughput[index]
     if size == largest:
         return power, speed
-    caps = np.linspace(*library.cap_w[index], FINE_POINTS)
+    low_w, high_w = library.cap_w[index].tolist()
+    caps = np.linspace(low_w, high_w, FINE_POINTS)
     if library.calibrated is not None:
         return library.calibrated.profiles[index].at_micro_batch(size, caps)
     surface = library.surfaces[index]
