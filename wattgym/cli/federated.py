@@ -20,28 +20,44 @@ def fit(
     rounds: Annotated[
         Path,
         typer.Argument(
-            help="Recorded rounds, CSV or JSON lines: round (0 = before training), loss, sites [run, work]."
+            help="Run folder of `wattgym federate`; or rounds as CSV or JSON lines: round (0 = before training), loss, "
+            "sites [run, work]."
         ),
     ],
     out: Annotated[Path, typer.Option(help="Profile for `learning.profile` of a site-selection configuration.")],
+    check: Annotated[
+        list[Path] | None, typer.Option(help="Another run to hold the fit against; may be repeated.")
+    ] = None,
 ) -> None:
     """Fit the emulator's learning model to a recorded federated run."""
     import math
 
     from wattgym.envs.federation.fit import fit_learning
 
-    result = fit_learning(_read_rounds(rounds), str(rounds))
+    table, noise_scale = _read_rounds(rounds)
+    others = [(path, _read_rounds(path)[0]) for path in check or ()]
+    result = fit_learning(table, str(rounds), noise_scale)
+    held_out = [(path, result.rms_on(other, str(path))) for path, other in others]
     result.save(out)
     profile, spread = result.profile, result.sd_log
     for name in ("s0", "beta", "phi"):
         value, factor = getattr(profile, name), math.exp(1.96 * spread[name])
-        note = "" if name != "phi" or result.phi_identified else "  (the prior's: the number of sites never varied)"
+        note = "" if name != "phi" or result.phi_identified else f"  ({_phi_note(noise_scale)})"
         typer.echo(f"{name:12} {value:10.4f}  95 % {value / factor:.4f} to {value * factor:.4f}{note}")
     typer.echo(
         f"early slope  {result.early_slope:10.4f}  per effective site-round (s0 and beta trade off against each other)"
     )
     typer.echo(f"loss         {profile.loss_start:10.4f}  at the start, floor {profile.loss_floor:.4f}")
+    if noise_scale is not None:
+        typer.echo(f"noise scale  {noise_scale:10.4f}  sites, from the norms of their deltas (median over rounds)")
     typer.echo(f"rms of the log residual over {result.rounds} rounds: {result.rms_log_residual:.4f}; profile: {out}")
+    for path, rms in held_out:
+        typer.echo(f"rms of the log residual on {path}, which was not fitted: {rms:.4f}")
+
+
+def _phi_note(noise_scale: float | None) -> str:
+    source = "the prior's" if noise_scale is None else "that of the deltas"
+    return f"{source}: the number of sites never varied"
 
 
 @app.command()
@@ -69,8 +85,8 @@ def credentials(
     typer.echo(f"{out}/ca.key signs new certificates: keep it offline")
 
 
-def _read_rounds(path: Path) -> Any:
-    """The table of a file.
+def _read_rounds(path: Path) -> tuple[Any, float | None]:
+    """The table of a run folder or a file, and the measured noise scale, where there is one.
 
     Raises:
         UserError: It cannot be read, or is no table.
@@ -79,9 +95,13 @@ def _read_rounds(path: Path) -> Any:
 
     from wattgym.errors import UserError
 
+    if path.is_dir():
+        from wattgym.federated.rounds_table import rounds_table
+
+        return rounds_table(path)
     try:
         if path.suffix in (".jsonl", ".ndjson"):
-            return pd.read_json(path, lines=True)
-        return pd.read_csv(path)
+            return pd.read_json(path, lines=True), None
+        return pd.read_csv(path), None
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise UserError(f"{path}: no CSV or JSON lines: {' '.join(str(error).split())}") from None
