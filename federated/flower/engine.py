@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,6 +22,7 @@ from wattgym.federated.site.wire import evaluation_from, failure_from, info_from
 POLL_S = 0.3
 JOIN_S = 30.0
 ASK_AGAIN_S = 5.0
+MOST_PATIENCE_S = 240.0
 TIMING_FILE = "flower.jsonl"
 
 # Numbers of `flwr.common.constant.ErrorCode`: a message or its reply is no longer there, the node sends no heartbeat.
@@ -40,6 +41,7 @@ class _Node:
     info: SiteInfo | None = None
     question: str | None = None
     asked_s: float = float("-inf")
+    patience_s: float = field(default_factory=lambda: JOIN_S)
     waited_for: bool = False
 
 
@@ -210,17 +212,18 @@ class FlowerEngine(Engine):
     def _ask_nodes(self) -> None:
         """Asks the nodes whose site is not known who they are, unless they have just been asked.
 
-        A node that was restarted under its old number never answers what it was asked before.
+        A node that was restarted under its old number never answers what it was asked before, so it is asked again; a
+        machine that is merely slow gets twice the time each time.
         """
         now_s = time.monotonic()
         asked: dict[int, _Node] = {}
         for key, node in self._nodes.items():
-            if now_s - node.asked_s > JOIN_S:
-                node.question = None
+            if node.question is not None and now_s - node.asked_s > node.patience_s:
+                node.question, node.patience_s = None, min(2 * node.patience_s, MOST_PATIENCE_S)
             if node.info is None and node.question is None and now_s - node.asked_s > ASK_AGAIN_S:
                 asked[key] = node
         question = {"kind": "info", "timeout_s": JOIN_S}
-        messages = [Message(pack(question), key, MessageType.QUERY, ttl=JOIN_S) for key in asked]
+        messages = [Message(pack(question), key, MessageType.QUERY, ttl=node.patience_s) for key, node in asked.items()]
         for node, message_id in zip(asked.values(), self._push(messages), strict=True):
             node.question, node.asked_s = message_id, now_s
 
@@ -240,6 +243,7 @@ class FlowerEngine(Engine):
         node = self._nodes[key]
         node.waited_for = True
         if reply.has_error():
+            node.patience_s = min(2 * node.patience_s, MOST_PATIENCE_S)
             _log.warning("node %d does not say who it is: %s", key, reply.error.reason)
             return
         try:
@@ -257,7 +261,7 @@ class FlowerEngine(Engine):
                     _log.warning("node %d: site '%s' is there already, with another trainer; refused", key, info.name)
                     return
                 other.info = None
-        node.info = info
+        node.info, node.patience_s = info, JOIN_S
 
     def _note(self, timing: Timing, answer: Answer | SiteFailure) -> None:
         """Adds a line to the timing file."""

@@ -186,6 +186,18 @@ def test_a_restarted_trainer_says_again_who_it_is(grid, sites, tmp_path, monkeyp
     again.stop()
 
 
+def test_a_node_that_lost_a_question_is_asked_again(grid, sites, monkeypatch):
+    monkeypatch.setattr(engine_module, "ASK_AGAIN_S", 0.0)
+    monkeypatch.setattr(engine_module, "JOIN_S", 0.1)
+    took, lost = grid.deliver, []
+    monkeypatch.setattr(grid, "deliver", lambda *message: lost.append(message) if len(lost) < 4 else took(*message))
+    engine = FlowerEngine(grid, poll_s=0.01)
+    assert engine.members() == {}
+    wait_until(lambda: set(engine.members()) == {"a", "b"})
+    lives = [message.metadata.ttl for _, message in lost]
+    assert lives == [0.1, 0.1, 0.2, 0.2]
+
+
 def test_two_nodes_with_one_name(grid, sites, tmp_path, monkeypatch):
     monkeypatch.setattr(engine_module, "ASK_AGAIN_S", 0.0)
     engine = FlowerEngine(grid, poll_s=0.01)
