@@ -43,6 +43,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/site_selection.py
 	$(BIN)/python benchmarks/live.py
 	$(BIN)/python benchmarks/accuracy.py
+	$(BIN)/python benchmarks/flower.py
 	$(BIN)/python benchmarks/fail_safe.py
 
 clean:
