@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("peft", reason='needs transformers and peft: pip install "wattgym[llm]"')
 
+from wattgym.errors import UserError
 from wattgym.federated.adapters import digest
 from wattgym.federated.federation import Federation
 from wattgym.federated.in_process import InProcessEngine
@@ -205,10 +206,9 @@ def test_a_site_that_refuses_says_why(federation, tmp_path):
     config = federation(names=("a",), data={"source": "file", "path": str(tmp_path / "nowhere.jsonl")})
     with (
         ProcessEngine(config, tmp_path / "sites") as engine,
-        pytest.raises(Exception, match=r"nowhere\.jsonl") as found,
+        pytest.raises(UserError, match=r"site 'a': wattgym site: error: .*nowhere\.jsonl"),
     ):
         wait_until(lambda: engine.members())
-    assert "site 'a': wattgym site: error:" in str(found.value)
     assert processes_of(tmp_path / "sites") == []
 
 
