@@ -226,7 +226,14 @@ def plan_plant(options: DeployOptions, jobs: int, folder: Path) -> LiveConfig:
 
 def _training(name: str, *, small: bool) -> JobConfig:
     if name == "tiny":
-        return JobConfig(model=ModelConfig(source="tiny"), samples_per_update=4, micro_batch=1, evaluate_every=100)
+        # A step takes some hundredths of a second: evaluation and checkpoint come about once a minute, as in real jobs.
+        return JobConfig(
+            model=ModelConfig(source="tiny"),
+            samples_per_update=4,
+            micro_batch=1,
+            evaluate_every=1000,
+            checkpoint_every=1000,
+        )
     if name == "lora":
         if not small:
             return JobConfig(samples_per_update=32, micro_batch=8, evaluate_every=100)
