@@ -7,12 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # A job started in the background or under nohup inherits ignored signals and hands them on to the processes that tests
 # start; those would then sit out the very signal they are tested with.
 for number in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+# How long an example takes says nothing about the code where other test processes have the cores as well.
+settings.register_profile("shared cores", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shared cores")
 
 MARK = "WATTGYM_TESTED_BY"
 PATIENCE_S = 30.0

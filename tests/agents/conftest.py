@@ -6,6 +6,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import copy
+import functools
 
 import pytest
 
@@ -91,6 +92,17 @@ def changed(data, changes):
 
 
 @pytest.fixture(scope="session")
-def ppo_run(tiny, tmp_path_factory):
+def trained(tiny, tmp_path_factory):
+    """A finished run of an algorithm, for reading only: whoever changes it works on a copy."""
+
+    @functools.cache
+    def run(algorithm):
+        return train(tiny(algorithm), tmp_path_factory.mktemp(algorithm) / "tiny-seed0", progress=False)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def ppo_run(trained):
     """A finished PPO run."""
-    return train(tiny(), tmp_path_factory.mktemp("runs") / "tiny-seed0", progress=False)
+    return trained("ppo")

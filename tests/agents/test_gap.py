@@ -234,8 +234,10 @@ def test_a_calibration_that_is_ended_writes_nothing_and_leaves_nobody(tmp_path):
         (folder,) = tmp_path.glob("wattgym-calibrate-*")
         assert json.loads((folder / "job0" / "run.json").read_text())["status"] == "running"
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
+        process.communicate(timeout=300)
         assert process.returncode > 0
     finally:
         process.kill()
+        process.wait()
+        process.stderr.close()
     assert not [*tmp_path.glob("wattgym-*"), *tmp_path.glob("profile*")]

@@ -53,18 +53,18 @@ def run(tiny_selection, tmp_path_factory):
 @pytest.mark.parametrize(
     "changes", [{}, {"network__architecture": "set_attention"}, {"imitation__expert": "powertrip"}]
 )
-def test_one_seed_one_training(tiny_selection, changes, tmp_path):
-    one = train(tiny_selection(**changes), tmp_path / "one", progress=False)
+def test_one_seed_one_training(tiny_selection, changes, run, tmp_path):
+    one = train(tiny_selection(**changes), tmp_path / "one", progress=False) if changes else run
     torch.rand(5), np.random.rand(5)  # noqa: NPY002
     other = train(tiny_selection(**changes), tmp_path / "other", progress=False)
     assert one.best_reward == other.best_reward
     assert one.run.info.status == "finished"
-    assert_same_weights(weights(tmp_path / "one"), weights(tmp_path / "other"))
+    assert_same_weights(weights(one.run.path), weights(tmp_path / "other"))
 
 
 @pytest.mark.parametrize("changes", [{}, {"network": {"hidden": [16]}, "imitation": {}}])
-def test_resuming_continues_as_if_nothing_had_happened(tiny_selection, changes, tmp_path, monkeypatch):
-    straight = train(tiny_selection(**changes), tmp_path / "straight", progress=False)
+def test_resuming_continues_as_if_nothing_had_happened(tiny_selection, changes, run, tmp_path, monkeypatch):
+    straight = train(tiny_selection(**changes), tmp_path / "straight", progress=False) if changes else run
     original = TrainingCallback._on_rollout_start
 
     def stop(self):
@@ -80,7 +80,7 @@ def test_resuming_continues_as_if_nothing_had_happened(tiny_selection, changes, 
     resumed = train(tiny_selection(**changes), tmp_path / "parted", resume=True, progress=False)
     assert (resumed.steps, resumed.best_reward) == (straight.steps, straight.best_reward)
     for which in ("last", "best"):
-        assert_same_weights(weights(tmp_path / "straight", which), weights(tmp_path / "parted", which))
+        assert_same_weights(weights(straight.run.path, which), weights(tmp_path / "parted", which))
 
 
 def test_a_stop_in_the_warm_start_begins_it_anew(tiny_selection, run, tmp_path, monkeypatch):

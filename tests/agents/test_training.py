@@ -52,7 +52,7 @@ def stop_at(monkeypatch):
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "recurrent_ppo", "sac", "tqc"])
-def test_every_algorithm_trains_and_its_policy_acts(algorithm, tiny, tmp_path):
+def test_every_algorithm_trains_and_its_policy_acts(algorithm, trained, tiny, tmp_path):
     outcome = train(tiny(algorithm), tmp_path / "run", progress=False)
     assert outcome.steps == 1024
     assert not outcome.interrupted
@@ -62,17 +62,18 @@ def test_every_algorithm_trains_and_its_policy_acts(algorithm, tiny, tmp_path):
     assert policy.steps == 1024
     assert policy.controller.name == "run"
     assert math.isfinite(outcome.best_reward)
-    trained, first = weights(tmp_path / "run"), train(tiny(algorithm), tmp_path / "again", progress=False)
-    assert first.best_reward == outcome.best_reward
-    assert_same_weights(trained, weights(tmp_path / "again"))
+    other = trained(algorithm)
+    assert other.best_reward == outcome.best_reward
+    assert_same_weights(weights(tmp_path / "run"), weights(other.run.path))
 
 
 # In the middle of an episode; for SAC once while its actions are still random and once after.
 @pytest.mark.parametrize(
     ("algorithm", "stop"), [("ppo", 300), ("recurrent_ppo", 300), ("sac", 64), ("sac", 300), ("tqc", 300)]
 )
-def test_resuming_continues_as_if_nothing_had_happened(algorithm, stop, tiny, tmp_path, stop_at, monkeypatch):
-    straight = train(tiny(algorithm), tmp_path / "straight", progress=False)
+def test_resuming_continues_as_if_nothing_had_happened(algorithm, stop, trained, tiny, tmp_path, stop_at, monkeypatch):
+    straight = trained(algorithm)
+    path = straight.run.path
     stop_at(stop)
     parted = train(tiny(algorithm), tmp_path / "parted", progress=False)
     assert parted.interrupted
@@ -84,22 +85,21 @@ def test_resuming_continues_as_if_nothing_had_happened(algorithm, stop, tiny, tm
     resumed = train(tiny(algorithm), tmp_path / "parted", resume=True, progress=False)
     assert (resumed.steps, resumed.best_reward) == (straight.steps, straight.best_reward)
     assert resumed.run.info.status == "finished"
-    assert_same_weights(weights(tmp_path / "straight"), weights(tmp_path / "parted"))
-    assert_same_weights(weights(tmp_path / "straight", "best"), weights(tmp_path / "parted", "best"))
-    one, other = scalars(tmp_path / "straight"), scalars(tmp_path / "parted")
+    assert_same_weights(weights(path), weights(tmp_path / "parted"))
+    assert_same_weights(weights(path, "best"), weights(tmp_path / "parted", "best"))
+    one, other = scalars(path), scalars(tmp_path / "parted")
     for tag in (tag for tag in one if tag.startswith("validation")):
         np.testing.assert_allclose(other[tag], one[tag], atol=1e-6, err_msg=tag)
-    one, other = (load_policy(tmp_path / name, "last").controller._normaliser for name in ("straight", "parted"))
+    one, other = (load_policy(name, "last").controller._normaliser for name in (path, tmp_path / "parted"))
     assert one == other
 
 
-def test_a_finished_run_goes_on_with_more_steps(tiny, tmp_path):
-    train(tiny(), tmp_path / "straight", progress=False)
+def test_a_finished_run_goes_on_with_more_steps(ppo_run, tiny, tmp_path):
     train(tiny(train__total_steps=512), tmp_path / "parted", progress=False)
     more = train(tiny(), tmp_path / "parted", resume=True, progress=False)
     assert more.steps == 1024
     assert len(more.run.info.resumed) == 1
-    assert_same_weights(weights(tmp_path / "straight"), weights(tmp_path / "parted"))
+    assert_same_weights(weights(ppo_run.run.path), weights(tmp_path / "parted"))
 
 
 def test_resuming_a_complete_run_changes_nothing(ppo_run, tiny, tmp_path):
@@ -170,9 +170,8 @@ def test_best_policy_is_the_one_of_the_best_validation(tiny, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "sac"])
-def test_tensorboard_holds_every_term_and_score(algorithm, ppo_run, tiny, tmp_path):
-    folder = ppo_run.run.path if algorithm == "ppo" else train(tiny("sac"), tmp_path / "run", progress=False).run.path
-    tags = scalars(folder)
+def test_tensorboard_holds_every_term_and_score(algorithm, trained):
+    tags = scalars(trained(algorithm).run.path)
     for name in (*TERMS, "total"):
         assert all(math.isfinite(value) for _, value in tags[f"reward/{name}"])
     sums = zip(*(tags[f"reward/{name}"] for name in TERMS), strict=True)

@@ -13,8 +13,9 @@ ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 SHORT = {
-    "train": "--steps 2000 --set train.num_envs=4 --set env.episode_s=200 --set network.hidden=[8] "
-    "--set validation.scenarios=1 --set validation.episode_s=1200 --set train.hyperparameters.n_steps=64",
+    "train": "--steps 500 --set train.num_envs=4 --set env.site.jobs=2 --set env.episode_s=200 "
+    "--set network.hidden=[8] --set validation.scenarios=1 --set validation.episode_s=1200 "
+    "--set train.hyperparameters.n_steps=64",
     "evaluate": "--seeds 1 --episode-s 1200 --families regd",
     "deploy": "--duration 6s --job tiny",
 }

@@ -63,6 +63,7 @@ def test_doctor_describes_each_device_and_writes_nothing(standin):
     report = doctor(env=standin.env())
     assert report["driver"] == "580.00.standin"
     assert [device["uuid"] for device in report["devices"]] == [standin.uuid(0), standin.uuid(1)]
+    assert problems(report, standin.uuid(0)) == problems(report, standin.uuid(1)) == []
     first = report["devices"][0]
     assert (first["min_limit_mw"], first["max_limit_mw"], first["requested_limit_mw"]) == (200_000, 700_000, 700_000)
     assert (first["power_kind"], first["power_window_s"], first["persistence"]) == ("instant", 0.025, True)
@@ -86,7 +87,6 @@ def test_doctor_describes_each_device_and_writes_nothing(standin):
     ],
 )
 def test_doctor_finds_what_stands_in_the_way(standin, key, value, words):
-    assert problems(doctor(env=standin.env()), standin.uuid(0)) == []
     standin.set(0, key, value)
     report = doctor(env=standin.env())
     found = [finding for finding in report["findings"] if finding["device"] == standin.uuid(0)]
