@@ -24,7 +24,7 @@ JOB_FOLDER = "job"
 
 POWER_LOG = "power.log"
 _CONFIG = "power.json"
-_ANSWER_S = 5.0
+_ANSWER_S = 10.0
 _CLOSE_S = 20.0
 
 
@@ -145,11 +145,17 @@ class PowerHolder:
             raise UserError(f"site '{self._name}': no power control: {self._last_words()}")
 
     def begin(self, budget_w: float | None) -> PowerReading | None:
-        """Tells a round's budget; starts the controller anew if it has died.
+        """Tells a round's budget; starts the controller anew if it was killed.
 
         Returns:
             What the devices tell now; None where they cannot.
+
+        Raises:
+            UserError: The controller has refused to go on; the message is its own.
         """
+        code = self._process.poll() if self._process is not None else None
+        if code is not None and code > 0:
+            self.check()
         if not self.alive:
             # What the dead one last asked of the training holds no more; its devices are the watchdog's.
             self._channel.write_knobs(Knobs())

@@ -1,6 +1,7 @@
 """How records are dealt to sites, and what a federation file may not say."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,8 +9,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from wattgym.config import parse_config, parse_yaml
 from wattgym.errors import UserError
-from wattgym.federated.config import SplitConfig, check_federation, load_federation
+from wattgym.federated.config import FederationConfig, SplitConfig, check_federation, load_federation
 from wattgym.federated.links import Links
 from wattgym.federated.partition import Partition, deal, domain_counts
 from wattgym.federated.tasks import FAMILIES, generate
@@ -153,3 +155,11 @@ def test_a_missing_pair_of_regions_is_named(federation, tmp_path):
     assert Links(config).by_site["b"].seconds(12.5e6) == pytest.approx((0.18, 0.18))
     with pytest.raises(UserError, match=r"no rtt_ms from 'aws:ap-northeast-1' to 'aws:us-east-1'"):
         check_federation(federation(network=network, clock="emulated"))
+
+
+def test_the_documented_federation_file_is_valid():
+    text = (Path(__file__).parents[2] / "docs" / "federated.md").read_text(encoding="utf-8")
+    block = text.partition("```yaml\n")[2].partition("```")[0]
+    config = parse_config(FederationConfig, parse_yaml(block, "docs"), "docs/federated.md")
+    assert config.names == ("virginia", "ireland", "tokyo")
+    assert set(Links(config).by_site) == set(config.names)
