@@ -115,8 +115,7 @@ def deal(domains: list[str], sites: int, split: SplitConfig, rng: np.random.Gene
             owners = [site for site in range(sites) if site % kinds == d] or [d % sites]
             owner[members] = np.array(owners)[np.arange(members.size) % len(owners)]
         else:
-            gamma = rng.standard_gamma(split.alpha, sites) + 1e-12
-            owner[members] = _cut(members.size, gamma / gamma.sum())
+            owner[members] = _cut(members.size, rng.dirichlet(np.full(sites, split.alpha)))
     return owner.tolist()
 
 
