@@ -192,6 +192,7 @@ def _more(outcome: SelectionOutcome) -> dict[str, Any]:
     """What the environment adds to a line of the log: times, energy and cost on the run's own clock."""
     result = outcome.result
     return {
+        "unix_s": time.time(),
         "clock_s": float(outcome.time_s[0]),
         "clock_round_s": float(result.seconds[0]),
         "communication_s": float(result.communication_s[0]),

@@ -35,6 +35,7 @@ from wattgym.errors import UserError
 from wattgym.federated.config import FederationConfig, SiteShaping
 from wattgym.federated.power import AvailablePower
 from wattgym.federated.site.holder import JOB_FOLDER, PowerReading, as_line
+from wattgym.federated.site.ticks import POWER_TICKS, PowerTicks
 from wattgym.hw.limits import MIN_INTERVAL_S, CommandRules
 from wattgym.live.channel import Knobs
 from wattgym.live.handle import JobHandle
@@ -125,6 +126,7 @@ class SitePower:
         )
         self._target_w = math.nan
         self._error_ws = self._shaped_s = 0.0
+        self._ticks = PowerTicks(folder / POWER_TICKS)
 
     def run(self, begun: Callable[[], None]) -> None:
         """Controls until the plant is interrupted.
@@ -184,7 +186,9 @@ class SitePower:
         position = np.interp(budget_w, spec.power_table_w[0, 0] + float(spec.host_w[0]), spec.limit_grid)
         low, high = spec.min_limit_w[0], spec.max_limit_w[0]
         self.plant.apply(Command(limit_w=(low + position * (high - low))[None]))
-        self.plant.advance()
+        telemetry = self.plant.advance()
+        power_w = float(telemetry.meter_w.sum() + telemetry.host_w.sum())
+        self._ticks.add(power_w, math.nan, budget_w, float(telemetry.limit_w[0, 0]))
 
     def _shape(self, offer: tuple[float, float], budget_w: float) -> None:
         """One episode of the shaping controller, until the budget has moved or the signal has ended."""
@@ -204,8 +208,10 @@ class SitePower:
             outcome = shaping.step(controller.act(observation))
             observation, done = outcome.observation, outcome.truncated
             self._target_w = float(outcome.target_w[0])
-            self._error_ws += abs(float(outcome.power_w[0]) - self._target_w) * env.period_s
+            power_w = float(outcome.power_w[0])
+            self._error_ws += abs(power_w - self._target_w) * env.period_s
             self._shaped_s += env.period_s
+            self._ticks.add(power_w, self._target_w, self.budget.now_w(), self.plant.sample()[0].limit_w)
 
     def _environment(self, offer: tuple[float, float]) -> PowerShapingConfig:
         """The controller's environment from now on; the signal goes on as the wall clock does."""

@@ -58,12 +58,29 @@ def federate(
 
     with terminable(), _engine(engine, config, out) as carrier:
         result = run(carrier, config, policy, rounds, out, seed=seed, resume=resume, join_s=join_s)
+    _show_fleet(out)
     if result.stopped:
         typer.echo(f"stopped; go on with --resume --out {out}")
     if result.report is not None:
         typer.echo(f"adapter: {out / 'adapter'}; report: {result.report}")
     if result.stopped:
         raise typer.Exit(130)
+
+
+def _show_fleet(out: Path) -> None:
+    """Writes and tells what the sites drew together, where they followed signals."""
+    if not _site_folder(out).is_dir():
+        return
+    from wattgym.federated.fleet import FLEET_FIGURE, read_fleet, write_fleet
+
+    fleet = read_fleet(_site_folder(out))
+    if fleet is None:
+        return
+    errors = write_fleet(fleet, out)
+    typer.echo(
+        f"fleet of {len(fleet.power_w)} sites over {errors['seconds']:.0f} s: power {100 * errors['fleet']:.1f} % off "
+        f"the sum of targets (sites {100 * errors['sites_mean']:.1f} %); {out / FLEET_FIGURE}"
+    )
 
 
 def _site_folder(out: Path) -> Path:
