@@ -108,7 +108,7 @@ def test_knobs_at_random_leave_the_losses_alone(config, train, tmp_path):
     last = train(job, "two", {**schedule, 0: schedule[stop_in]}, resume=True)
     alone, two = column(tmp_path / "alone"), column(tmp_path / "two")
     assert two[:exact] == alone[:exact]
-    assert [float(x) for x in two] == pytest.approx([float(x) for x in alone], rel=2e-4)
+    assert [float(x) for x in two] == pytest.approx([float(x) for x in alone], rel=1e-5)
     for name in ("step", "samples", "tokens"):
         assert column(tmp_path / "two", name) == column(tmp_path / "alone", name)
     settings = [(k.active_ranks or 2, k.micro_batch or 4) for k in schedule.values()]
