@@ -142,7 +142,9 @@ def configurations(spec: PlantSpec, j: int, knobs: tuple[KnobName, ...], plan: P
     duties = [1.0, *(plan.duties if "duty_cycle" in knobs else [])]
     steps = [1, *([n for n in plan.local_steps if n <= most] if "local_steps" in knobs else [])]
     if plan.cross:
-        found = [Configuration(*setting) for setting in itertools.product(limits, micro, active, duties, steps)]
+        working = [duty for duty in duties if duty > 0.0]
+        found = [Configuration(*setting) for setting in itertools.product(limits, micro, active, working, steps)]
+        found += [Configuration(high, own[0], gpus, 0.0, 1) for duty in duties if duty == 0.0]
     else:
         found = [Configuration(limit, m, gpus, 1.0, 1) for limit in limits for m in micro]
         found += [Configuration(high, own[0], a, 1.0, 1) for a in active[1:]]
@@ -214,9 +216,12 @@ class Sweep:
             telemetry = self._tick(command)
             found = telemetry.in_force
             assert found is not None
+            assert command.duty is not None
             late = {"limit_w": np.abs(telemetry.limit_w - command.limit_w) > rules_dead_band}
-            for name in ("micro_batch", "active_gpus", "duty", "local_steps"):
-                late[name] = np.abs(getattr(found, name) - getattr(command, name)) > 1e-6
+            for name in ("duty", "micro_batch", "active_gpus", "local_steps"):
+                # A paused job takes nothing else up until it goes on.
+                works = True if name == "duty" else command.duty > 0.0
+                late[name] = (np.abs(getattr(found, name) - getattr(command, name)) > 1e-6) & works
             if not any(wrong.any() for wrong in late.values()):
                 return
         name, wrong = next((name, wrong) for name, wrong in late.items() if wrong.any())

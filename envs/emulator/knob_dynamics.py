@@ -18,6 +18,9 @@ _DUTY = 2
 """Row of a setting; the others are micro-batch (its number from the largest), active GPUs and local steps."""
 
 
+_BESIDE_DUTY = (np.arange(4) != _DUTY)[:, None]
+
+
 class KnobDynamics:
     """Settings of `N = B * J` jobs, flat.
 
@@ -119,6 +122,8 @@ class KnobDynamics:
         slot = tick % depth
         self._sent[slot] = self._asked
         arrived = self._sent[self._arriving[slot], :, self._columns].T
+        # A paused job takes nothing else up until it goes on, as a live one that waits between two steps.
+        arrived = np.where((arrived[_DUTY] == 0.0) & _BESIDE_DUTY, self._in_force, arrived)
         changed = arrived != self._in_force
         # A paused job stands between two steps.
         ends = (self._left_s <= self._period_s * speed) | ~computing | (self._in_force[_DUTY] == 0.0)

@@ -293,6 +293,14 @@ def test_micro_batches_divide_the_samples_of_an_update(samples, largest):
     assert below_and_above == [sizes[0]]
 
 
+def test_a_paused_job_takes_nothing_else_up_until_it_goes_on():
+    emulator = started(build())
+    paused = run(emulator, whole(emulator, micro_batch=8, active_gpus=4, duty=0.0), 4)[-1].in_force
+    assert (paused.micro_batch[0, 0], paused.active_gpus[0, 0], paused.duty[0, 0]) == (128, 8, 0.0)
+    on = run(emulator, whole(emulator, micro_batch=8, active_gpus=4, duty=1.0), 1)[-1].in_force
+    assert (on.micro_batch[0, 0], on.active_gpus[0, 0], on.duty[0, 0]) == (8, 4, 1.0)
+
+
 # From actions to settings
 
 
@@ -349,7 +357,7 @@ def test_a_command_becomes_an_action_becomes_that_command(kind):
     observation = shaping.reset([0])
     task, spec = shaping.task, shaping.task.spec
     last = None
-    for micro, gpus, duty, steps, limit_w in ((32, 5, 0.4, 3, 220.0), (128, 8, 1.0, 1, 300.0), (8, 1, 0.0, 8, 160.0)):
+    for micro, gpus, duty, steps, limit_w in ((32, 5, 0.4, 3, 220.0), (128, 8, 1.0, 1, 300.0), (8, 1, 0.1, 8, 160.0)):
         row = np.array([[1]])
         command = Command(row * limit_w, row * micro, row * gpus, row * duty, row * steps)
         centre = (observation[:, task.layout.site("feed_forward")] + 1.0) / 2.0
