@@ -62,7 +62,7 @@ class Control:
 
     Attributes:
         address: The SuperLink's `host:port`.
-        home: Folder of Flower's configuration (`FLWR_HOME`).
+        environment: Environment of Flower's programs here.
     """
 
     def __init__(self, address: str, ca_certificate: Path, folder: Path) -> None:
@@ -74,20 +74,27 @@ class Control:
             folder: Private folder for both.
 
         Raises:
-            UserError: Flower is missing, or the address is none.
+            UserError: Flower is missing, the address is none, or the certificate cannot be read.
         """
         require_flower()
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit():
             raise UserError(f"SuperLink address '{address}': expected host:port, for example 10.0.0.5:8000")
         self.address = address
-        self.home = folder / "flwr"
+        self._home = folder / "flwr"
+        self.environment = environment(self._home)
         self._host, self._port = host.strip("[]"), int(port)
-        self._ca = ca_certificate.resolve()
+        authority = ca_certificate.resolve()
+        try:
+            self._trust = ssl.create_default_context(cafile=authority)
+        except ssl.SSLError:
+            raise UserError(f"{ca_certificate}: not a certificate in PEM format") from None
+        except OSError as error:
+            raise UserError(f"{ca_certificate}: cannot read: {error.strerror}") from None
         self._app = write_app(folder / "app")
         self._run: str | None = None
-        connection: dict[str, Scalar] = {"address": address, "root-certificates": str(self._ca)}
-        atomic_write_text(self.home / "config.toml", f"[superlink.{CONNECTION}]\n{toml(connection)}")
+        connection: dict[str, Scalar] = {"address": address, "root-certificates": str(authority)}
+        atomic_write_text(self._home / "config.toml", f"[superlink.{CONNECTION}]\n{toml(connection)}")
 
     def check(self) -> None:
         """Makes sure that the SuperLink answers and shows a certificate that can be trusted.
@@ -96,14 +103,12 @@ class Control:
             UserError: It does not.
         """
         try:
-            trust = ssl.create_default_context(cafile=self._ca)
             with socket.create_connection((self._host, self._port), timeout=10) as plain:
-                trust.wrap_socket(plain, server_hostname=self._host).close()
+                self._trust.wrap_socket(plain, server_hostname=self._host).close()
         except ssl.SSLCertVerificationError as error:
             raise UserError(f"SuperLink at {self.address}: {error.verify_message}") from None
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise UserError(f"no SuperLink answers at {self.address}: {reason}") from None
+        except OSError as error:
+            raise UserError(f"no SuperLink answers at {self.address}: {error.strerror or error}") from None
 
     def register(self, public_keys: Mapping[str, Path]) -> None:
         """Lets the holders of keys take part.
@@ -130,12 +135,12 @@ class Control:
         Raises:
             UserError: The run could not be started, or failed.
         """
-        overrides = self.home / "run.toml"
+        overrides = self._home / "run.toml"
         atomic_write_text(overrides, toml(config))
         command = [self._flwr, "run", str(self._app), CONNECTION, "--run-config", str(overrides), "--stream"]
         stream = subprocess.Popen(
             command,
-            env=environment(self.home),
+            env=self.environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -146,10 +151,11 @@ class Control:
         self._run, said, failed = None, "", False
         try:
             for line in _lines(stream, watch):
-                said += line
-                if self._run is None and (started := _STARTED.search(line)):
-                    self._run = started.group(1)
-                elif self._run is not None and not (failed := failed or _FAILED.match(line) is not None):
+                if self._run is None:
+                    said += line
+                    if started := _STARTED.search(line):
+                        self._run = started.group(1)
+                elif not (failed := failed or _FAILED.match(line) is not None):
                     show(line.rstrip("\n"))
         except BaseException:
             stream.kill()
@@ -172,8 +178,9 @@ class Control:
     def _conclude(self, number: str) -> None:
         """Raises if a run did not end well."""
         command = [self._flwr, "list", CONNECTION, "--run-id", number, "--format", "json"]
+        answer = self._command(command, "ask for the run's end")
         try:
-            run = json.loads(self._command(command, "ask for the run's end"))["runs"][0]
+            run = json.loads(answer)["runs"][0]
             status, details = str(run["status"]), str(run["status-details"])
         except (ValueError, KeyError, IndexError, TypeError):
             raise UserError(f"SuperLink at {self.address}: says nothing of run {number}") from None
@@ -195,7 +202,7 @@ class Control:
         try:
             done = subprocess.run(
                 command,
-                env=environment(self.home),
+                env=self.environment,
                 input=stdin,
                 capture_output=True,
                 text=True,

@@ -21,7 +21,7 @@ from wattgym.errors import UserError
 from wattgym.federated.flower.app_folder import Scalar
 from wattgym.federated.flower.control import Control, environment, last_line
 from wattgym.federated.flower.credentials import Credentials, create
-from wattgym.federated.flower.keeper import ProcessFamily
+from wattgym.federated.flower.keeper import MARK, ProcessFamily
 
 HOST = "127.0.0.1"
 READY_S = 300.0
@@ -65,6 +65,7 @@ class Loopback:
         self._credentials = credentials
         self.control = Control(f"{HOST}:{self._port}", credentials.ca_certificate, folder)
         self.family = ProcessFamily()
+        self.control.environment[MARK] = self.family.mark
         self._nodes: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self) -> None:
@@ -84,7 +85,7 @@ class Loopback:
                 "--disable-runtime-dependency-installation",
             ],
             self._folder / "superlink.log",
-            environment(self.control.home),
+            self.control.environment,
         )
         _wait_for_port(self._port, superlink, "SuperLink", self._folder / "superlink.log")
         self.control.check()

@@ -178,6 +178,10 @@ class TestWithFlower:
         port = free_port()
         with pytest.raises(UserError, match=rf"^no SuperLink answers at 127.0.0.1:{port}: Connection refused$"):
             Control(f"127.0.0.1:{port}", made.ca_certificate, tmp_path / "x").check()
+        with pytest.raises(UserError, match="nowhere: cannot read: No such file or directory"):
+            Control(f"127.0.0.1:{port}", tmp_path / "nowhere", tmp_path / "x")
+        with pytest.raises(UserError, match=r"superlink\.key: not a certificate in PEM format"):
+            Control(f"127.0.0.1:{port}", made.key, tmp_path / "x")
         with pytest.raises(UserError, match="expected host:port"):
             Control("superlink", made.ca_certificate, tmp_path / "x")
 
