@@ -17,7 +17,7 @@ from wattgym.federated.config import FederationConfig
 from wattgym.federated.engine import Engine
 from wattgym.federated.messages import Adapter, Evaluation, Fate, SiteFailure, SiteInfo, TrainReply, TrainRequest
 from wattgym.federated.site.client import SOCKET_FILE, SiteClient
-from wattgym.files import atomic_write_json
+from wattgym.files import atomic_write_json, read_json_object
 
 SITE_LOG = "site.log"
 CONFIG_FILE = "federation.json"
@@ -47,6 +47,7 @@ class SiteProcess:
         self._deaths = 0
         self._due_s = 0.0
         self._info: SiteInfo | None = None
+        self._was_there = False
         if self.info() is None:
             self.start()
 
@@ -73,20 +74,23 @@ class SiteProcess:
         """Who it is, if it is there; starts it again if it has died.
 
         Raises:
-            UserError: It refused to run; the message is its own.
+            UserError: It refused to run from the beginning; the message is its own.
         """
         code = self._process.poll() if self._process is not None else None
         if code is not None:
             self._info = None
-            if code == 2:  # what only the user can mend would come again
+            if code == 2 and not self._was_there:  # what only the user can mend would come again
                 raise UserError(f"site '{self._name}': {self.last_words()}")
             self._revive()
             return None
-        if self._info is None or self._process is None:
-            try:
-                self._info = self.client.info(_ASK_S)
-            except UserError:
+        if self._process is None and not self.client.is_there():
+            if self._was_there:  # taken over, and gone
                 self._info = None
+                self._revive()
+        elif self._info is None:
+            with contextlib.suppress(UserError):
+                self._info = self.client.info(_ASK_S)
+                self._was_there = True
         return self._info
 
     def train(self, request: TrainRequest, deadline_s: float) -> TrainReply | SiteFailure:
@@ -143,9 +147,10 @@ class ProcessEngine(Engine):
             outlive: The sites go on when this engine is closed or its process dies, for the next engine in the folder.
 
         Raises:
-            UserError: The folder cannot be written.
+            UserError: The folder cannot be written, or sites of another federation run in it.
         """
         path = folder.absolute()
+        _check_leftovers(config, path)
         atomic_write_json(path / CONFIG_FILE, config.model_dump(mode="json"))
         self._outlive = outlive
         self._sites: dict[str, SiteProcess] = {}
@@ -165,7 +170,7 @@ class ProcessEngine(Engine):
         """Sites that answer; one whose process died is started again, and missing until it has loaded.
 
         Raises:
-            UserError: A site refused to run; the message is its own.
+            UserError: A site refused to run from the beginning; the message is its own.
         """
         with ThreadPoolExecutor(max(len(self._sites), 1)) as pool:
             found = list(pool.map(lambda site: site.info(), self._sites.values()))
@@ -208,6 +213,22 @@ class ProcessEngine(Engine):
         if sites and not self._outlive:
             with ThreadPoolExecutor(len(sites)) as pool:
                 list(pool.map(lambda site: site.stop(), sites.values()))
+
+
+def _check_leftovers(config: FederationConfig, folder: Path) -> None:
+    """Refuses a folder in which sites run that were started with another configuration."""
+    file = folder / CONFIG_FILE
+    if not file.is_file() or read_json_object(file) == config.model_dump(mode="json"):
+        return
+    for path in sorted(folder.glob(f"*/{SOCKET_FILE}")):
+        try:
+            info = SiteClient(path).info(_ASK_S)
+        except UserError:
+            continue  # nobody is there any more
+        raise UserError(
+            f"{folder}: site '{info.name}' (process {info.pid}) runs there with another federation file; "
+            "stop it first, or choose another folder"
+        )
 
 
 def _is_busy(site: SiteProcess) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,10 +14,13 @@ from wattgym.errors import UserError
 from wattgym.federated.config import FederationConfig
 from wattgym.federated.partition import Partition
 from wattgym.federated.site.holder import JOB_FOLDER
-from wattgym.live.folder import prepare_folder
+from wattgym.live.folder import is_locked, prepare_folder
 from wattgym.live.handle import offline_environment
 from wattgym.live.models import check_available
 from wattgym.runs import RUN_FILE
+
+PREDECESSOR_S = 30.0
+"""A site that an engine starts waits so long for one that an earlier engine had started in the folder."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         partition = Partition(config)
         partition.slice(options.site)
         job = options.folder / JOB_FOLDER
+        if options.owner:
+            _wait_for_predecessor(job)
         # The descriptor stays open, and with it the lock, until the process ends.
         run, _ = prepare_folder(job, config.job(options.site), resume=(job / RUN_FILE).is_file())
         # Before torch is imported, which reads them.
@@ -50,6 +56,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"wattgym site: error: {error}", file=sys.stderr, flush=True)
         return 2
     return 0
+
+
+def _wait_for_predecessor(job: Path) -> None:
+    """Gives the process of an engine that died the time to find that out and end."""
+    until_s = time.monotonic() + PREDECESSOR_S
+    while is_locked(job) and time.monotonic() < until_s:
+        time.sleep(0.1)
 
 
 def _visible_devices(config: FederationConfig, name: str) -> dict[str, str]:

@@ -46,6 +46,15 @@ class SiteClient:
         header, _ = self._asked({"kind": "info"}, timeout_s)
         return info_from(header)
 
+    def is_there(self) -> bool:
+        """Whether somebody listens at the socket, however busy."""
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection, address(self.path) as where:
+                connection.connect(where)
+        except OSError:
+            return False
+        return True
+
     def wait_ready(self, timeout_s: float) -> SiteInfo:
         """Waits until the site has loaded its model.
 

@@ -80,7 +80,8 @@ def from_values(values: Mapping[str, Any]) -> PowerReading:
         KeyError: A value is missing.
     """
     told: dict[str, Any] = {each.name: values[each.name] for each in fields(PowerReading)}
-    return PowerReading(**{name: math.nan if value is None else value for name, value in told.items()})
+    known: dict[str, Any] = {name: math.nan if value is None else value for name, value in told.items()}
+    return PowerReading(**known)
 
 
 class PowerHolder:

@@ -19,7 +19,7 @@ from wattgym.federated.config import FederationConfig
 from wattgym.federated.messages import Adapter, Evaluation, SiteInfo, SiteMetrics, TrainReply, TrainRequest
 from wattgym.federated.partition import Partition, Record, domain_counts
 from wattgym.federated.site.store import ReplyStore
-from wattgym.live.channel import Channel, JobState, JobStatus, Knobs
+from wattgym.live.channel import JobState, JobStatus, Knobs
 from wattgym.live.learner import Learner, LoadedModel
 from wattgym.live.pacing import Reporter, StopFlag
 from wattgym.live.text import Order, Sequences, Tokeniser, split, tokenise
@@ -61,11 +61,10 @@ class SiteStop(StopFlag):
         self.ended = value
 
 
-class Unwatched(Channel):
+class Unwatched:
     """A channel that nobody looks at: for sites without a process of their own."""
 
-    def __init__(self) -> None:
-        self.path = Path(os.devnull)
+    path = Path(os.devnull)
 
     def write_status(self, status: JobStatus) -> None:
         """Nobody reads it."""

@@ -202,6 +202,12 @@ def test_a_second_process_of_a_site_is_refused(engine):
     assert engine._sites["a"].client.info().name == "a"
 
 
+def test_running_sites_of_another_federation_are_not_taken_over(engine, federation):
+    with pytest.raises(UserError, match=r"site 'a' \(process \d+\) runs there with another federation file"):
+        ProcessEngine(federation(local_steps=9), engine.folder, outlive=True)
+    assert len(engine.members()) == 3
+
+
 def test_a_site_that_refuses_says_why(federation, tmp_path):
     config = federation(names=("a",), data={"source": "file", "path": str(tmp_path / "nowhere.jsonl")})
     with (
@@ -221,7 +227,7 @@ AGGREGATOR = """
     from wattgym.federated.processes import ProcessEngine
 
     config, folder, resume = load_config(FederationConfig, sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "resume"
-    with ProcessEngine(config, folder / "sites", outlive=True) as engine:
+    with ProcessEngine(config, folder / "sites", outlive=sys.argv[3] != "mortal") as engine:
         run = Federation(config, engine, folder, resume=resume)
         while run.round < 3:
             steps = 60 if run.round == 1 else 2
@@ -270,3 +276,16 @@ def test_an_aggregator_that_is_killed_and_resumed(federation, tmp_path):
         whole.save_adapter(tmp_path / "whole")
     name = "adapter_model.safetensors"
     assert (tmp_path / "run" / "adapter" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+@pytest.mark.usefixtures("ended")
+def test_sites_end_with_a_killed_engine(federation, tmp_path):
+    from wattgym.files import atomic_write_json
+
+    atomic_write_json(tmp_path / "federation.json", federation(names=("a",)).model_dump(mode="json"))
+    command = [sys.executable, "-c", textwrap.dedent(AGGREGATOR), str(tmp_path / "federation.json")]
+    with subprocess.Popen([*command, str(tmp_path / "run"), "mortal"], stdout=subprocess.DEVNULL) as engine:
+        wait_until(lambda: processes_of(tmp_path / "run" / "sites"))  # it still loads
+        engine.kill()
+    wait_until(lambda: not processes_of(tmp_path / "run" / "sites"))
+    assert "stopped: its owner died" in (tmp_path / "run" / "sites" / "a" / "site.log").read_text()
