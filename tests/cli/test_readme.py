@@ -18,6 +18,7 @@ SHORT = {
     "--set train.hyperparameters.n_steps=64",
     "evaluate": "--seeds 1 --episode-s 1200 --families regd",
     "deploy": "--duration 6s --job tiny",
+    "federate": "--rounds 1",
 }
 
 
@@ -55,7 +56,7 @@ def test_the_commands_run_one_after_another(tmp_path):
         )
         assert done.returncode == 0, (command, done.stderr[-2000:])
         seen.append(command[1])
-    assert seen == ["train", "evaluate", "export", "deploy", "score", "traces", "hw"]
+    assert seen == ["train", "evaluate", "export", "deploy", "score", "federate", "traces", "hw"]
     assert (tmp_path / "evaluation" / "report.html").is_file()
 
 
