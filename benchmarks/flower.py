@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import tempfile
@@ -38,6 +39,8 @@ def federation(steps: int) -> dict[str, Any]:
         "samples_per_update": 4,
         "micro_batch": 4,
         "local_steps": steps,
+        # Work of a round for two sites: local_steps each, where their power is the same.
+        "selection": {"learning": {"reference_samples": 1000.0}, "rounds": {"work_samples": 2000.0}},
         "deadline_s": 3600.0,
         "evaluation_s": 3600.0,
         "device": "cpu",
@@ -122,6 +125,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="run folder, kept; a temporary one if left out")
     options = parser.parse_args()
     mark = secrets.token_hex(8)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))  # The command that it runs ends with it.
     with tempfile.TemporaryDirectory(prefix="wattgym-flower-") as temporary:
         out = options.out or Path(temporary) / "run"
         file = Path(temporary) / "federation.json"
