@@ -322,34 +322,11 @@ def check_federation(config: FederationConfig) -> None:
     if config.network is not None:
         Links(config)
     AvailablePower(config)
-    for site in config.sites:
-        _check_controller(site)
+    if any(site.shaping is not None for site in config.sites):
+        from wattgym.federated.site.shaping import check_shaping
+
+        for name in config.names:
+            check_shaping(config, name)
     partition = Partition(config)
     for name in config.names:
         partition.slice(name)
-
-
-def _check_controller(site: FederatedSite) -> None:
-    from wattgym.agents.baselines import BASELINES, ENERGY_MATCHED
-    from wattgym.agents.bundle import is_bundle
-    from wattgym.envs.config import PowerShapingConfig
-    from wattgym.envs.shaping import configured_signal
-
-    shaping = site.shaping
-    if shaping is None or shaping.controller is None:
-        return
-    name = shaping.controller
-    known = [each for each in BASELINES if each != ENERGY_MATCHED]
-    if name not in known and not is_bundle(name):
-        raise UserError(
-            f"site '{site.name}': unknown policy '{name}'; a policy bundle's folder, or one of: {', '.join(known)}"
-        )
-    signal = {"trace": shaping.signal, "start_s": shaping.signal_start_s}
-    try:
-        configured_signal(
-            PowerShapingConfig.model_validate(
-                {"signal": signal, "episode_s": 2 * shaping.period_s, "period_s": shaping.period_s}
-            )
-        )
-    except UserError as error:
-        raise UserError(f"site '{site.name}': {error}") from None

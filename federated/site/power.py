@@ -22,27 +22,21 @@ from typing import Any
 
 import numpy as np
 
-from wattgym.agents.baselines import make_baseline
-from wattgym.agents.bundle import BundleController, is_bundle, load_bundle
 from wattgym.agents.fallback import FallbackController
-from wattgym.config import load_config, parse_config
+from wattgym.config import load_config
 from wattgym.envs.config import PowerShapingConfig
-from wattgym.envs.live.config import LiveConfig, LiveJob
+from wattgym.envs.live.config import LiveJob
 from wattgym.envs.live.plant import LivePlant
 from wattgym.envs.plant import Command, PlantSpec
-from wattgym.envs.shaping import PowerShaping, configured_signal
+from wattgym.envs.shaping import PowerShaping
 from wattgym.errors import UserError
-from wattgym.federated.config import FederationConfig, SiteShaping
+from wattgym.federated.config import FederationConfig
 from wattgym.federated.power import AvailablePower
 from wattgym.federated.site.holder import JOB_FOLDER, PowerReading, as_line
+from wattgym.federated.site.shaping import ShapingPlan, live_config
 from wattgym.federated.site.ticks import POWER_TICKS, PowerTicks
-from wattgym.hw.limits import MIN_INTERVAL_S, CommandRules
 from wattgym.live.channel import Knobs
 from wattgym.live.handle import JobHandle
-
-DEVICES = "devices"
-EPISODE_S = 600.0
-"""A shaping controller begins anew at least this often; the signal goes on where it was."""
 
 LEAST_CAPACITY = 0.02
 """Share of the feasible band below which there is nothing to offer: the devices keep the budget."""
@@ -112,17 +106,19 @@ class SitePower:
         Raises:
             UserError: A trace, the controller or its signal cannot be used.
         """
-        shaping = config.site(name).shaping
-        if shaping is None:
+        site = config.site(name)
+        if site.shaping is None:
             raise UserError(f"site '{name}' has no devices to hold its power with")
-        self._shaping = shaping
-        self._bundle = None
-        if shaping.controller is not None and is_bundle(shaping.controller):
-            self._bundle = load_bundle(shaping.controller)
+        self._plan, self._shaping = ShapingPlan(site), site.shaping
         self.budget = Budget(AvailablePower(config), name, begun_s)
         self._begun_s = begun_s
         self.plant = SitePlant(
-            live_config(config, name, folder), shaping.period_s, _rules(shaping), folder, shaping.controller or "budget"
+            live_config(config, name, folder),
+            site.shaping.period_s,
+            self._plan.rules,
+            folder,
+            site.shaping.controller or "budget",
+            self._plan.knobs,
         )
         self._target_w = math.nan
         self._error_ws = self._shaped_s = 0.0
@@ -194,9 +190,7 @@ class SitePower:
         """One episode of the shaping controller, until the budget has moved or the signal has ended."""
         env = self._environment(offer)
         shaping = PowerShaping(env, self.plant, 1)
-        controller = FallbackController(
-            make_baseline(str(self._shaping.controller)) if self._bundle is None else BundleController(self._bundle)
-        )
+        controller = FallbackController(self._plan.controller())
         assert self.plant.handle is not None
         if self.plant.handle.knobs.paused:
             self.plant.handle.set_knobs(paused=False)
@@ -219,44 +213,11 @@ class SitePower:
         start_s = shaping.signal_start_s + time.monotonic() - self._begun_s
         start_s -= start_s % shaping.period_s
         try:
-            return self._environment_at(offer, start_s)
+            return self._plan.environment(offer, start_s)
         except UserError:
             # The signal has come to its end: it begins again, and the next episode counts from there.
             self._begun_s = time.monotonic()
-            return self._environment_at(offer, shaping.signal_start_s)
-
-    def _environment_at(self, offer: tuple[float, float], start_s: float) -> PowerShapingConfig:
-        shaping = self._shaping
-        trained = {} if self._bundle is None else dict(self._bundle.manifest.training.config.get("env", {}))
-        seconds = max(round(EPISODE_S / shaping.period_s), 2) * shaping.period_s
-        data = trained | {
-            "signal": {"trace": shaping.signal, "start_s": start_s},
-            "episode_s": seconds,
-            "site": {"jobs": 1},
-            "period_s": shaping.period_s,
-        }
-        family = configured_signal(parse_config(PowerShapingConfig, data, "site")).family
-        data["signal"] |= {"offers": {family: {"base": offer[0], "capacity": offer[1]}}}
-        return parse_config(PowerShapingConfig, data, "site")
-
-
-def live_config(config: FederationConfig, name: str, folder: Path) -> LiveConfig:
-    """The live plant of a site: one job, its trainer, on the site's devices."""
-    shaping = config.site(name).shaping
-    assert shaping is not None
-    job = LiveJob(devices=shaping.devices, training=config.job(name), surface=shaping.surface, pace=shaping.pace)
-    return LiveConfig(
-        backend=shaping.backend,
-        arm=shaping.arm,
-        jobs=(job,),
-        # Beside the site, so that watchdog, audit log and `wattgym hw restore` work as they do on real devices.
-        state_dir=str(folder / DEVICES) if shaping.backend == "simulated" else None,
-    )
-
-
-def _rules(shaping: SiteShaping) -> CommandRules:
-    interval_s = max(min(1.0, shaping.period_s), MIN_INTERVAL_S)
-    return CommandRules(interval_s=interval_s, raise_window_s=max(shaping.period_s, interval_s))
+            return self._plan.environment(offer, shaping.signal_start_s)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

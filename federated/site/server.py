@@ -21,6 +21,7 @@ from wattgym.federated.site import wire
 from wattgym.federated.site.client import SOCKET_FILE
 from wattgym.federated.site.desk import Answer, Desk
 from wattgym.federated.site.holder import PowerHolder
+from wattgym.federated.site.store import REPLIES
 from wattgym.federated.site.trainer import SiteStop, SiteTrainer, peak_memory_mb
 from wattgym.live.channel import Channel, JobState, JobStatus, Knobs
 from wattgym.live.folder import CHANNEL_FILE
@@ -29,7 +30,6 @@ from wattgym.live.pacing import Reporter
 from wattgym.phase import Phase
 from wattgym.runs import RunFolder
 
-REPLIES = "replies"
 _IDLE_S = 0.2
 
 

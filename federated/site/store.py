@@ -19,12 +19,13 @@ from wattgym.federated.messages import Adapter, TrainReply, TrainRequest
 from wattgym.federated.site.wire import reply_from, reply_header
 from wattgym.files import atomic_write_bytes
 
+REPLIES = "replies"
+"""Name of the store in a site's folder."""
+
 KEPT = 2
 """Replies that stay: of the round that the aggregator may ask for again, and of the one before."""
 
 _SCHEMA = "1"
-
-
 _OPTIMISER = "optimiser/"
 
 

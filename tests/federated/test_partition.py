@@ -128,6 +128,15 @@ def _file(tmp_path, config, **changes):
             "site 'a': unknown policy 'PID'; .*feed-forward \\+ PI",
         ),
         (
+            {"sites": [{"name": "a", "region": "r", "shaping": {
+                "devices": ["h100-sxm:0"], "controller": "PI", "signal": "regx"}}]},
+            "regx",
+        ),
+        (
+            {"sites": [{"name": "a", "region": "r", "shaping": {"devices": ["cuda:0"], "backend": "nvml"}}]},
+            "site 'a': .*trains on the CPU",
+        ),
+        (
             {"sites": [{"name": "a", "region": "r", "shaping": {"devices": ["h100-sxm:0"], "controller": "PI"}}]},
             "controller and signal go together",
         ),

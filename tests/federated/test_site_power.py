@@ -14,7 +14,7 @@ from wattgym.federated.adapters import digest, initial
 from wattgym.federated.in_process import InProcessEngine
 from wattgym.federated.messages import Assignment, Fate, TrainRequest
 from wattgym.federated.processes import ProcessEngine
-from wattgym.federated.site.power import DEVICES
+from wattgym.federated.site.shaping import DEVICES
 from wattgym.hw.open import open_devices
 
 pytestmark = pytest.mark.slow
