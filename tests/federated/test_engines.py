@@ -125,6 +125,13 @@ def test_a_deadline_holds_and_what_comes_later_is_dropped(engine, config):
     assert {answer.round for answer, _ in answers.values()} == {2}
 
 
+def test_an_emulated_link_takes_its_time(engine, config):
+    request = requests_for(engine, config, "link", 1, names=["a"])["a"]
+    requests = {"a": TrainRequest("link", 1, request.adapter, request.assignment, link_s=(0.2, 0.3))}
+    reply, seconds = engine.exchange(requests, 120.0)["a"]
+    assert seconds >= reply.metrics.train_s + 0.5
+
+
 def test_evaluation_is_the_same_everywhere(engine, config):
     adapter = requests_for(engine, config, "", 1)["a"].adapter
     found = engine.evaluate(adapter, 120.0)
@@ -174,3 +181,18 @@ def test_the_saved_adapter_loads_in_stock_peft(config, tmp_path):
         own = engine._sites["a"]._loaded.model.eval()(input_ids=ids).logits
     assert torch.equal(loaded, own)
     assert not torch.equal(loaded, plain)
+
+
+def test_both_ways_to_aggregate_learn(federation):
+    """The exact mean of products trains as well; after one site alone it is the same model, after several another."""
+    runs = {}
+    for method in ("factors", "svd"):
+        config = federation(aggregation={"method": method}, local_steps=5)
+        with InProcessEngine(config) as engine:
+            run = runs[method] = Federation(config, engine)
+            for names in ("a", "abc", "abc", "abc"):
+                run.run_round({name: run.assignment() for name in names})
+    factors, svd = ([record.evaluation.loss for record in runs[method].records] for method in runs)
+    assert svd[1] == pytest.approx(factors[1], abs=1e-4)
+    assert svd[2] != pytest.approx(factors[2], abs=1e-4)
+    assert min(factors[0] - factors[-1], svd[0] - svd[-1]) > 0.3
