@@ -35,6 +35,8 @@ class MeasuredKnobs(FrozenModel):
         idle_w: Power per GPU while the job is paused, W; the board's preset if None.
         comm_share: Share of a synchronous step spent in communication; an assumption stands in if None.
         straggler_share: Share of a synchronous step that ranks wait for the slowest, likewise.
+        switch_s: Training time that a change of micro-batch, active GPUs or local steps costs, seconds; what the
+            emulator is configured with stands in if None.
     """
 
     micro_batch: tuple[int, ...] = Field(min_length=1)
@@ -43,6 +45,7 @@ class MeasuredKnobs(FrozenModel):
     idle_w: float | None = Field(default=None, ge=0.0)
     comm_share: float | None = Field(default=None, ge=0.0, le=0.9)
     straggler_share: float | None = Field(default=None, ge=0.0, le=0.9)
+    switch_s: float | None = Field(default=None, ge=0.0)
 
     @model_validator(mode="after")
     def _consistent(self) -> MeasuredKnobs:

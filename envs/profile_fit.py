@@ -16,20 +16,24 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-def fitted_jobs(known: Sequence[JobProfile], found: pd.DataFrame) -> tuple[JobProfile, ...]:
+def fitted_jobs(
+    known: Sequence[JobProfile], found: pd.DataFrame, switch_s: Sequence[float | None] | None = None
+) -> tuple[JobProfile, ...]:
     """Profiles of the jobs as they were measured.
 
     Args:
         known: What is known of each job beside (board, sensor, delay).
         found: Table of `wattgym.envs.profiling.table`.
+        switch_s: What a change of setting cost each job, seconds, where it was told.
 
     Raises:
         UserError: A job made no progress at its neutral setting.
     """
-    return tuple(_fitted(j, job, found[found["job"] == j]) for j, job in enumerate(known))
+    costs = switch_s or [None] * len(known)
+    return tuple(_fitted(j, job, found[found["job"] == j], costs[j]) for j, job in enumerate(known))
 
 
-def _fitted(j: int, known: JobProfile, own: pd.DataFrame) -> JobProfile:
+def _fitted(j: int, known: JobProfile, own: pd.DataFrame, switch_s: float | None) -> JobProfile:
     sizes = sorted(own["micro_batch"].unique().tolist(), reverse=True)
     limits = sorted(own["limit_w"].unique().tolist())
     full = (own["active_gpus"] == known.n_gpus) & (own["duty_cycle"] == 1.0) & (own["local_steps"] == 1)
@@ -59,6 +63,7 @@ def _fitted(j: int, known: JobProfile, own: pd.DataFrame) -> JobProfile:
             idle_w=_idle_w(own, top, sizes[0], known.n_gpus),
             comm_share=comm,
             straggler_share=straggler,
+            switch_s=switch_s,
         ),
     }
     if known.full_samples_per_s is not None:

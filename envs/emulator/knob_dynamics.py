@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from wattgym.envs.config import PowerShapingConfig
+from wattgym.envs.config import KnobPhysics, PowerShapingConfig
 from wattgym.envs.emulator.draw import GRID, DrawnSite
 from wattgym.envs.emulator.library import SiteLibrary
 from wattgym.envs.emulator.micro_batch import MicroBatches
@@ -89,9 +89,7 @@ class KnobDynamics:
         self._step_s, self._period_s = physics.step_s, config.period_s
         self._left_s = np.full(n, physics.step_s)
         self._lost_s = np.zeros(n)
-        self._costs_s = np.array(
-            [physics.micro_batch_switch_s, physics.active_gpus_switch_s, 0.0, physics.local_steps_switch_s]
-        )
+        self._costs_s = self._switching(physics, library, site)
         self._work_out()
 
     def command(self, command: Command, lost: NDArray[np.bool_] | None) -> None:
@@ -129,7 +127,7 @@ class KnobDynamics:
         ends = (self._left_s <= self._period_s * speed) | ~computing | (self._in_force[_DUTY] == 0.0)
         now = changed.any(axis=0) & ends
         if now.any():
-            self._lost_s += np.where(now, self._costs_s @ changed, 0.0)
+            self._lost_s += np.where(now, (self._costs_s * changed).sum(axis=0), 0.0)
             self._in_force = np.where(now, arrived, self._in_force)
             self._work_out()
 
@@ -161,6 +159,16 @@ class KnobDynamics:
         self.demand_w = self._demand_w[row]
         self.share = working_share(self._n_gpus, active, duty)
         self.factor = duty * active_speed(self._n_gpus, active, steps, self._comm, self._straggler)
+
+    def _switching(self, physics: KnobPhysics, library: SiteLibrary, site: DrawnSite) -> FloatArray:
+        """Training time that a change of each knob costs each job, shape `(4, N)`, s; what was measured comes first."""
+        configured = [physics.micro_batch_switch_s, physics.active_gpus_switch_s, 0.0, physics.local_steps_switch_s]
+        costs = np.repeat(np.array(configured)[:, None], self._n, axis=1)
+        if library.calibrated is not None:
+            told = [None if job.knobs is None else job.knobs.switch_s for job in library.calibrated.profiles]
+            own = np.array([np.nan if value is None else value for value in told])[site.surface.reshape(self._n)]
+            costs = np.where(np.isfinite(own) & _BESIDE_DUTY, own, costs)
+        return costs
 
     def _set_micro_batches(self, site: DrawnSite, library: SiteLibrary, micro: MicroBatches | None) -> None:
         """Tables of every micro-batch; a single one where that knob is not enabled."""

@@ -143,8 +143,10 @@ class LivePlant:
 
     @property
     def profiles(self) -> tuple[JobProfile, ...]:
-        """What is known of each job: calibrated, or nominal."""
-        return tuple(job.profile for job in self._jobs)
+        """What is known of each job: calibrated, or nominal; with the speed that counts as its full one."""
+        return tuple(
+            job.profile.model_copy(update={"full_samples_per_s": job.full_samples_per_s or None}) for job in self._jobs
+        )
 
     def sample(self) -> tuple[JobSample, ...]:
         """Every job as it is now, between control periods; does not wait and changes nothing."""

@@ -74,7 +74,7 @@ def test_the_table_tells_what_the_plant_does(swept):
 
 def test_the_fitted_profile_is_the_plant_and_builds_its_twin(swept, tmp_path):
     plant, _, found = swept
-    jobs = fitted_jobs(plant.profiles, found)
+    jobs = fitted_jobs(plant.profiles, found, [0.7, None])
     assert {job.gpu for job in jobs} == {"a40", "h100-sxm"}
     for job in jobs:
         assert job.knobs.idle_w == pytest.approx(gpu_preset(job.gpu).context_idle_w.value, rel=0.02)
@@ -91,6 +91,8 @@ def test_the_fitted_profile_is_the_plant_and_builds_its_twin(swept, tmp_path):
     np.testing.assert_allclose(
         twin.spec.knobs.throughput[0, :, :, [0, -1]], plant.spec.knobs.throughput[0, :, :, [0, -1]], rtol=1e-6
     )
+    assert (twin._knobs._costs_s[:, 0] == [0.7, 0.7, 0.0, 0.7]).all()  # as told; configured where it was not
+    assert (twin._knobs._costs_s[:, 1] == [0.2, 0.5, 0.0, 0.0]).all()
     # A live plant is told the same.
     limits = np.array([job.limit_w for job in jobs])
     told = live_table(jobs, limits)

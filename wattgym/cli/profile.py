@@ -154,7 +154,8 @@ def _live(options: DeployOptions, knobs: Sequence[KnobName] | None, plan: Profil
             typer.echo(f"{sweep.visits} visits, about {sweep.seconds() / 60.0:.0f} minutes")
             _run(sweep, out)
             known = plant.profiles
-    _save(sweep, known, out)
+            switch_s = [status.switch_s / status.switches if status.switches else None for status in plant.job_status]
+    _save(sweep, known, out, switch_s)
 
 
 def _run(sweep: Sweep, out: Path) -> None:
@@ -182,14 +183,16 @@ def _write_table(sweep: Sweep, out: Path) -> tuple[Path, pd.DataFrame]:
     return beside, found
 
 
-def _save(sweep: Sweep, known: tuple[JobProfile, ...], out: Path) -> None:
+def _save(
+    sweep: Sweep, known: tuple[JobProfile, ...], out: Path, switch_s: Sequence[float | None] | None = None
+) -> None:
     from wattgym.agents.knob_figures import profile_figure
     from wattgym.envs.profile import PlantProfile, save_profile
     from wattgym.envs.profile_fit import fitted_jobs
     from wattgym.files import atomic_write_text
 
     beside, found = _write_table(sweep, out)
-    fitted = PlantProfile(made_by=shlex.join(sys.argv), jobs=fitted_jobs(known, found))
+    fitted = PlantProfile(made_by=shlex.join(sys.argv), jobs=fitted_jobs(known, found, switch_s))
     titles = [f"job {j}: {job.n_gpus} x {job.device or job.gpu}\n{job.model}" for j, job in enumerate(fitted.jobs)]
     figure = out.with_suffix(".svg")
     atomic_write_text(figure, profile_figure(found, titles))
