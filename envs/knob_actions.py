@@ -19,6 +19,10 @@ class KnobSettings:
     """The settings that a controller has asked for last, for a batch of sites of one episode.
 
     Discrete knobs are numbered from 0, the neutral setting.
+
+    Attributes:
+        names: Enabled knobs beside the power limit.
+        seen: Position of the setting in force of each of them, shape `(B, J)`, as `see` has seen it last.
     """
 
     def __init__(self, rules: KnobRules, names: tuple[KnobName, ...], spec: PlantSpec) -> None:
@@ -47,7 +51,7 @@ class KnobSettings:
         self._since_s = {name: np.full(shape, np.inf) for name in self._last_index}
         self._duty = np.ones(shape)
         self._position = {name: np.ones(shape) for name in names}
-        self._in_force = dict(self._position)
+        self.seen = dict(self._position)
 
     def position(self, name: KnobName) -> FloatArray:
         """Position that was asked for last, before rounding, shape `(B, J)`."""
@@ -68,13 +72,17 @@ class KnobSettings:
         position: FloatArray = 1.0 - self._numbered(name, in_force) / np.maximum(self._last_index[name], 1)
         return position
 
-    def movement(self, in_force: Command) -> FloatArray:
-        """Change of the settings in force since the last call, position mean over jobs, summed over knobs, `(B,)`."""
-        total = np.zeros(self._n_gpus.shape[0])
-        for name, before in self._in_force.items():
-            self._in_force[name] = shown = self.shown(name, in_force)
-            total += np.abs(shown - before).mean(axis=1)
-        return total
+    def see(self, in_force: Command) -> FloatArray:
+        """Takes in what is in force at a period's end; `seen` has the positions then.
+
+        Returns:
+            Change of the positions since the last call, mean over jobs, summed over knobs, shape `(B,)`.
+        """
+        movement = np.zeros(self._n_gpus.shape[0])
+        for name, before in self.seen.items():
+            self.seen[name] = shown = self.shown(name, in_force)
+            movement += np.abs(shown - before).mean(axis=1)
+        return movement
 
     def command(self, limit_w: FloatArray, positions: Mapping[KnobName, FloatArray]) -> Command:
         """The setting for the coming period.

@@ -164,7 +164,8 @@ class ObservationBuilder:
             targets_w: Targets of every period of the episode, shape `(B, T)`, W.
             base_w: Declared base power, shape `(B,)`, W.
             capacity_w: Offered capacity, shape `(B,)`, W.
-            settings: Settings asked for beside the power limit; None where that is the only knob.
+            settings: Settings beside the power limit, which has seen what is in force before each `build`; None where
+                the limit is the only knob.
         """
         config, jobs = self.layout.config, self.layout.jobs
         batch = base_w.shape[0]
@@ -235,7 +236,7 @@ class ObservationBuilder:
         x[:, job["throughput"]] = 2.0 * telemetry.throughput - 1.0
         self._show_phase(telemetry.phase)
         if self._settings is not None:
-            self._show_settings(self._settings, telemetry)
+            self._show_settings(self._settings)
         return np.maximum(np.minimum(x, BOUND), -BOUND).astype(np.float32)
 
     def _show_table(self, spec: PlantSpec, full_w: FloatArray) -> None:
@@ -254,11 +255,9 @@ class ObservationBuilder:
             if name in shown:
                 self._x[:, self.layout.job(name)] = value
 
-    def _show_settings(self, settings: KnobSettings, telemetry: Telemetry) -> None:
-        in_force = telemetry.in_force
-        assert in_force is not None
-        for name in settings.names:
-            self._x[:, self._job_columns[name]] = 2.0 * settings.shown(name, in_force) - 1.0
+    def _show_settings(self, settings: KnobSettings) -> None:
+        for name, position in settings.seen.items():
+            self._x[:, self._job_columns[name]] = 2.0 * position - 1.0
             if name in DISCRETE:
                 self._x[:, self._job_columns[f"{name}_dwell"]] = settings.dwell_left(name)
 

@@ -201,6 +201,8 @@ class PowerShaping:
             self._identified = IdentifiedModel(gains.identify, spec) if gains.identify > 0.0 else None
         beside = config.action.beside_limit
         self._settings = KnobSettings(config.knob_rules, beside, spec) if beside else None
+        if self._settings is not None and telemetry.in_force is not None:
+            self._settings.see(telemetry.in_force)
         self._builder.reset(spec, self.targets_w, base, capacity, self._settings)
         self.task = task
         return self._observe(telemetry)
@@ -244,7 +246,7 @@ class PowerShaping:
         movement = (np.abs(telemetry.limit_w - self._limit) * self._movement_per_w).sum(axis=1)
         if self._settings is not None:
             assert telemetry.in_force is not None
-            movement = movement + self._settings.movement(telemetry.in_force)
+            movement = movement + self._settings.see(telemetry.in_force)
         terms = reward_terms(self.config.reward, (power - target) * self._per_capacity, throughput, movement)
         self._limit = telemetry.limit_w
         return Outcome(
