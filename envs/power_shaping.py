@@ -84,7 +84,10 @@ class PowerShapingEnv(gym.Env[NDArray[np.float32], NDArray[np.float32]]):
         super().reset(seed=seed)
         episode_seed = next_seed(self.np_random)
         observation = self._shaping.reset([episode_seed])
-        return observation[0], {"episode_seed": episode_seed, "signal": self._shaping.signals[0].id}
+        info = {"episode_seed": episode_seed, "signal": self._shaping.signals[0].id}
+        if self.task.shortfall_w is not None:
+            info["shortfall_w"] = float(self.task.shortfall_w[0])
+        return observation[0], info
 
     def step(self, action: NDArray[np.float32]) -> tuple[NDArray[np.float32], float, bool, bool, dict[str, Any]]:
         """Lets one control period pass."""

@@ -424,8 +424,9 @@ def test_an_infeasible_band_is_tracked_as_far_as_it_goes_and_the_rest_is_told():
     with pytest.raises(UserError, match=r"leaves the feasible band .* track what can be had with signal.infeasible"):
         PowerShapingEnv(config).reset(seed=0)
     env = PowerShapingEnv({**config, "signal": {"offers": offer, "infeasible": "track"}})
-    env.reset(seed=0)
+    _, info = env.reset(seed=0)
     shaping, task = env._shaping, env.task
+    assert info["shortfall_w"] == task.shortfall_w[0] > 0.0
     wanted = task.base_w[:, None] - task.capacity_w[:, None] * shaping.signal
     assert shaping.targets_w.min() == pytest.approx(task.spec.floor_w[0])
     np.testing.assert_allclose(task.shortfall_w, (np.clip(wanted, task.spec.floor_w[0], None) - wanted).mean(axis=1))
