@@ -157,4 +157,5 @@ def _read(path: Path) -> pd.DataFrame:
     except ValueError as error:
         raise UserError(f"{path}: a line holds no {len(COLUMNS)} numbers: {error}") from None
     table = pd.DataFrame(rows, columns=COLUMNS)
-    return table[np.isfinite(table["target_w"])].sort_values("unix_s", kind="stable")
+    shaped: pd.DataFrame = table[np.isfinite(table["target_w"])].sort_values("unix_s", kind="stable")
+    return shaped

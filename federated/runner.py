@@ -19,7 +19,7 @@ from wattgym.federated.config import FederationConfig, load_federation
 from wattgym.federated.engine import Engine
 from wattgym.federated.federation import Federation
 from wattgym.federated.log import LOG_FILE, RoundLog
-from wattgym.federated.loop import run_rounds
+from wattgym.federated.loop import Progress, run_rounds
 from wattgym.federated.partition import Partition
 from wattgym.federated.plan import selection_plan
 from wattgym.federated.policy import live_selector
@@ -105,12 +105,17 @@ def run(
         start = log.records[0].evaluation if log.lines else training.evaluate()
         plan = selection_plan(config, training.members(), domains, start.loss, rounds=rounds, seed=seed)
         scalars = stack.enter_context(tensorboard(folder / TENSORBOARD))
+
+        def show(progress: Progress) -> None:
+            say(progress_line(progress, plan))
+            scalars(progress)
+
         episode = run_rounds(
             training,
             selector,
             plan,
             log,
-            show=lambda progress: (say(progress_line(progress, plan)), scalars(progress)),
+            show=show,
             stop=stop.is_set,
         )
         training.save_adapter(folder / ADAPTER)
