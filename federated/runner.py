@@ -17,7 +17,7 @@ from wattgym.agents.selectors.selector import Selector
 from wattgym.errors import UserError
 from wattgym.federated.config import FederationConfig, load_federation
 from wattgym.federated.engine import Engine
-from wattgym.federated.federation import Federation
+from wattgym.federated.federation import CHECKPOINTS, Federation
 from wattgym.federated.log import LOG_FILE, RoundLog
 from wattgym.federated.loop import Progress, run_rounds
 from wattgym.federated.partition import Partition
@@ -99,7 +99,9 @@ def run(
     log = RoundLog(folder / LOG_FILE)
     with run_folder.recording_status(), ExitStack() as stack:
         stop = stack.enter_context(stop_between_rounds())
-        training = Federation(config, engine, folder, resume=resume and bool(log.lines), join_s=join_s)
+        # A crash may have come between the first checkpoint and the first line of the log.
+        begun = bool(log.lines) or (folder / CHECKPOINTS).is_dir()
+        training = Federation(config, engine, folder, resume=resume and begun, join_s=join_s)
         _catch_up(log, training)
         domains = Partition(config).domains
         start = log.records[0].evaluation if log.lines else training.evaluate()

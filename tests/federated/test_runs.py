@@ -79,6 +79,25 @@ def test_a_run_goes_on_where_it_was_and_refuses_another_policy(finished, sites_f
 
 
 @pytest.mark.slow
+def test_a_run_that_died_before_its_first_line_begins_where_its_checkpoint_stands(sites_file, tmp_path, monkeypatch):
+    from wattgym.federated.log import RoundLog
+
+    out = tmp_path / "run"
+    options = ("--sites", sites_file, *LOCAL, "--out", out, "--policy", "all sites", "--rounds", 1)
+
+    def die(log, record, **more):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RoundLog, "append", die)
+        assert call("federate", *options) != 0
+    assert not (out / "rounds.jsonl").exists()
+    assert len(list((out / "checkpoints").iterdir())) == 1
+    assert call("federate", *options, "--resume") == 0
+    assert [record.round for record, _ in read_log(out / "rounds.jsonl")] == [0, 1]
+
+
+@pytest.mark.slow
 def test_the_learning_model_is_fitted_to_a_run_and_held_against_another(finished, sites_file, tmp_path, capsys):
     other = tmp_path / "other"
     assert call(
