@@ -57,7 +57,8 @@ ALTERNATIVES = {
     "site.knobs.micro_batch_switch_s": (2.0, KNOBS),
     "site.knobs.active_gpus_switch_s": (2.0, KNOBS),
     "site.knobs.local_steps_switch_s": (2.0, KNOBS),
-    "knob_rules.hysteresis": (0.49, KNOBS),
+    # A knob of two settings, free to change, which actions push to three quarters of the way.
+    "knob_rules.hysteresis": (0.49, {**KNOBS, "knob_rules": {"max_local_steps": 2, "local_steps_dwell_s": 0.0}}),
     "knob_rules.micro_batch_dwell_s": (60.0, KNOBS),
     "knob_rules.active_gpus_dwell_s": (5.0, KNOBS),
     "knob_rules.local_steps_dwell_s": (5.0, KNOBS),
