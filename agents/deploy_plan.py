@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from wattgym.agents.baselines import BASELINES, ENERGY_MATCHED, make_baseline
+from wattgym.agents.baselines import (
+    BASELINES,
+    ENERGY_MATCHED,
+    LIMIT_ONLY,
+    ORACLES,
+    make_baseline,
+    needs,
+    usable,
+)
 from wattgym.agents.bundle import Bundle, BundleController, Contract, is_bundle, load_bundle
 from wattgym.agents.fallback import FallbackConfig, FallbackController
 from wattgym.config import load_config, parse_config
@@ -141,12 +149,18 @@ def _bundle(policy: str) -> Bundle | None:
     if policy in BASELINES:
         if policy == ENERGY_MATCHED:
             raise UserError(f"'{policy}' needs a controller to match, which a live run does not have")
+        if policy in ORACLES:
+            raise UserError(f"'{policy}' must be told the future, which nobody knows of a live run")
+        if not usable(policy, LIMIT_ONLY):
+            raise UserError(
+                f"'{policy}' needs {' and '.join(needs(policy))}; baselines are deployed on the limit alone"
+            )
         return None
     if is_bundle(policy):
         return load_bundle(policy)
     if (Path(policy) / RUN_FILE).is_file():
         raise UserError(f"{policy}: a training run; make a bundle of it first: wattgym export {policy} --out bundle")
-    known = ", ".join(name for name in BASELINES if name != ENERGY_MATCHED)
+    known = ", ".join(name for name in BASELINES if name not in (ENERGY_MATCHED, *ORACLES) and usable(name, LIMIT_ONLY))
     raise UserError(f"{policy}: neither a policy bundle nor a baseline; baselines: {known}")
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from wattgym.agents.controller import Controller
+from wattgym.agents.truth import Informed, Truth
 from wattgym.envs.config import ActionConfig, PowerShapingConfig
 from wattgym.envs.emulator.emulator import Emulator
 from wattgym.envs.plant import FloatArray
@@ -70,7 +71,8 @@ class Arena:
 
     def __init__(self, config: PowerShapingConfig) -> None:
         self.config = config
-        self._shaping = PowerShaping(config, Emulator(config), config.site.jobs)
+        self._plant = Emulator(config)
+        self._shaping = PowerShaping(config, self._plant, config.site.jobs)
 
     def draw(self, seeds: Sequence[int]) -> tuple[Signal, ...]:
         """The signals of scenarios, without running them.
@@ -93,6 +95,8 @@ class Arena:
         task = shaping.task
         assert task is not None
         controller.reset(task)
+        if isinstance(controller, Informed):
+            controller.inform(Truth(self._plant, shaping.targets_w))
         batch, ticks, jobs = len(seeds), self.config.ticks, shaping.layout.jobs
         power, throughput, reward = (np.empty((batch, ticks)) for _ in range(3))
         limit = np.empty((batch, ticks, jobs))

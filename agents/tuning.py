@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from wattgym.agents.baselines import TUNABLE, TunedGains, make_tunable, tunable
+from wattgym.agents.baselines import TUNABLE, TunedGains, make_tunable, tunable, usable
 from wattgym.agents.rollout import Arena, commanding
 from wattgym.envs.config import PowerShapingConfig
 from wattgym.errors import UserError
@@ -81,6 +81,9 @@ def tune_baselines(
     """
     if config.signal.split != "train" or config.site.surfaces in ("validation", "test"):
         raise UserError("baselines are tuned on the training split only; set signal.split and site.surfaces to train")
+    unfit = [name for name in names if name not in TUNABLE or not usable(name, config.action.knobs)]
+    if unfit:
+        raise UserError(f"'{unfit[0]}' cannot be tuned here: not tunable, or it needs a knob that is not enabled")
     if budget < 1 or scenarios < 1:
         raise UserError(f"budget and scenarios must be at least 1, got {budget} and {scenarios}")
     arena = Arena(commanding(config))

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
-from wattgym.agents.baselines import aqa, bandit, feedback, ofo, predictive, thresholds
+from wattgym.agents.baselines import (
+    aqa,
+    bandit,
+    feedback,
+    fixed,
+    gpu_count,
+    ofo,
+    oracle,
+    pause,
+    powermorph,
+    predictive,
+    thresholds,
+)
 from wattgym.agents.baselines.feedback import Feedback
 from wattgym.agents.baselines.model import Split
 from wattgym.agents.baselines.settings import Range
@@ -17,12 +29,17 @@ from wattgym.agents.baselines.static import RandomLimits, StaticCap, Uncapped
 from wattgym.agents.controller import Controller
 from wattgym.config import FrozenModel, load_config, parse_config
 from wattgym.envs.feedback import FeedbackGains
+from wattgym.envs.knobs import KnobName
 from wattgym.errors import UserError
 
 ENERGY_MATCHED = "energy-matched cap"
 """A static cap that uses as much energy as the controller it is compared with; the evaluator finds its level."""
 
-TUNED_FILE = Path(__file__).with_name("tuned.yaml")
+LIMIT_ONLY: tuple[KnobName, ...] = ("power_limit",)
+"""Knobs of an environment that moves power limits alone."""
+
+TUNED_FILES = (Path(__file__).with_name("tuned.yaml"), Path(__file__).with_name("tuned_knobs.yaml"))
+"""Shipped settings: of baselines that need the power limit alone, and of those that need another knob."""
 
 _NO_FEEDBACK = FeedbackGains(proportional=0.0, integral=0.0)
 
@@ -43,11 +60,13 @@ class Tunable:
         settings: Model of its settings.
         search: Which of them are tuned, and where.
         build: Makes it from its settings.
+        needs: Knobs that it cannot do without.
     """
 
     settings: type[FrozenModel]
     search: Mapping[str, Range]
     build: Callable[[Any], Controller]
+    needs: tuple[KnobName, ...] = LIMIT_ONLY
 
 
 def _feedback(name: str, start: Literal["feed_forward", "base"], split: Split = "proportional") -> Tunable:
@@ -69,6 +88,11 @@ _TUNABLE: Mapping[str, Tunable] = {
     "UCB bandit": Tunable(bandit.BanditSettings, bandit.SEARCH, bandit.UcbBandit),
     "MPC": _predictive("MPC", "proportional"),
     "MPC (best split)": _predictive("MPC (best split)", "optimal"),
+    "oracle MPC": Tunable(oracle.OracleSettings, oracle.SEARCH, oracle.OracleControl),
+    "Zeus-style fixed": Tunable(fixed.ZeusSettings, fixed.SEARCH, fixed.ZeusFixed),
+    "PowerMorph (reconstruction)": Tunable(powermorph.PowerMorphSettings, powermorph.SEARCH, powermorph.PowerMorph),
+    "GPU-count scaling": Tunable(gpu_count.GpuCountSettings, gpu_count.SEARCH, gpu_count.GpuCount, ("active_gpus",)),
+    "pause/resume": Tunable(pause.PauseSettings, pause.SEARCH, pause.PauseResume, ("duty_cycle",)),
 }
 
 CORE = ("uncapped", "static cap", ENERGY_MATCHED, "feed-forward", "PI", "feed-forward + PI", "random")
@@ -79,6 +103,20 @@ BASELINES = (*CORE, *(name for name in (*_PLAIN, *_TUNABLE) if name not in CORE)
 
 TUNABLE = tuple(_TUNABLE)
 """Those that `wattgym tune-baselines` tunes."""
+
+
+ORACLES = ("oracle MPC",)
+"""Yardsticks that are told what no controller can know; they run in the emulator only."""
+
+
+def needs(name: str) -> tuple[KnobName, ...]:
+    """Knobs that a baseline cannot do without."""
+    return _TUNABLE[name].needs if name in _TUNABLE else LIMIT_ONLY
+
+
+def usable(name: str, knobs: Sequence[str]) -> bool:
+    """Whether an environment with these knobs has all that a baseline needs."""
+    return set(needs(name)) <= set(knobs)
 
 
 class TunedGains(FrozenModel):
@@ -111,18 +149,33 @@ class TunedGains(FrozenModel):
         return self.gains[name]
 
 
-def load_tuned(path: str | Path = TUNED_FILE) -> TunedGains:
-    """The tuned settings, from the shipped file or another one.
+def load_tuned(path: str | Path | None = None) -> TunedGains:
+    """The tuned settings: the shipped ones, or those of a file.
 
     Raises:
         UserError: The file is missing or does not fit.
     """
+    if path is None:
+        return _merged([load_tuned(shipped) for shipped in TUNED_FILES])
     tuned = load_config(TunedGains, path)
     for name, values in tuned.gains.items():
         if name not in _TUNABLE:
             raise UserError(f"{path}: gains.{name}: no such tunable baseline; known: {', '.join(TUNABLE)}")
         parse_config(_TUNABLE[name].settings, values, f"{path}: gains.{name}")
     return tuned
+
+
+def _merged(parts: Sequence[TunedGains]) -> TunedGains:
+    """The settings of files that were tuned with one budget."""
+    first = parts[0]
+    return TunedGains(
+        command="; ".join(part.command for part in parts),
+        budget=first.budget,
+        scenarios=first.scenarios,
+        objective=first.objective,
+        gains={name: values for part in parts for name, values in part.gains.items()},
+        objective_value={name: value for part in parts for name, value in part.objective_value.items()},
+    )
 
 
 def tunable(name: str) -> Tunable:
@@ -150,7 +203,7 @@ def make_baseline(name: str, tuned: TunedGains | None = None) -> Controller:
 
     Args:
         name: One of `BASELINES`.
-        tuned: Settings of the tunable baselines; the shipped ones if None.
+        tuned: Settings of the tunable baselines; the shipped ones if None. Oracles have defaults where it lacks them.
 
     Raises:
         UserError: Unknown name, or the tuned settings hold nothing for it.
@@ -158,21 +211,30 @@ def make_baseline(name: str, tuned: TunedGains | None = None) -> Controller:
     if name in _PLAIN:
         return _PLAIN[name]()
     if name in _TUNABLE:
-        return make_tunable(name, (tuned or load_tuned()).of(name))
+        found = tuned or load_tuned()
+        return make_tunable(name, {} if name in ORACLES and name not in found.gains else found.of(name))
     raise UserError(f"unknown baseline '{name}'; known: {', '.join(BASELINES)}")
 
 
-def select_baselines(names: str) -> tuple[str, ...]:
+def select_baselines(names: str, knobs: Sequence[str] = LIMIT_ONLY) -> tuple[str, ...]:
     """Baselines from a command-line list: `all`, `core`, `none`, or names separated by commas.
 
+    Args:
+        names: The list; `all` and `core` leave out what the knobs do not allow.
+        knobs: Knobs of the environment.
+
     Raises:
-        UserError: Unknown name.
+        UserError: Unknown name, or a baseline that needs another knob.
     """
     sets: dict[str, tuple[str, ...]] = {"all": BASELINES, "core": CORE, "none": ()}
     if names in sets:
-        return sets[names]
+        return tuple(name for name in sets[names] if usable(name, knobs))
     chosen = tuple(name.strip() for name in names.split(","))
     for name in chosen:
         if name not in BASELINES:
             raise UserError(f"unknown baseline '{name}'; known: {', '.join(sets)}, {', '.join(BASELINES)}")
+        if not usable(name, knobs):
+            raise UserError(
+                f"baseline '{name}' needs {' and '.join(needs(name))}; action.knobs enables {', '.join(knobs)}"
+            )
     return chosen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -192,6 +193,26 @@ class Emulator:
 
     def close(self) -> None:
         """Nothing to release."""
+
+    def fork(self) -> Emulator:
+        """A twin in the same state with the same future, noise and lost commands included; for oracles alone.
+
+        What becomes of the one does not touch the other.
+        """
+        constant = [self._config, self._library, self._micro, self._site, self._segments, self._spec, self._kernel]
+        constant += [self._table] if self._knobs is None else [self._knobs.table, self._knobs.limit_tables]
+        return copy.deepcopy(self, {id(shared): shared for shared in constant})
+
+    @property
+    def true_spec(self) -> PlantSpec:
+        """The description with true power and throughput in place of the nominal; for oracles alone."""
+        tables, demand = self._site.tables, self._site.demand_w[..., None]
+        return replace(self.spec, power_table_w=np.minimum(tables.ceiling_w, demand), throughput_table=tables.speed)
+
+    @property
+    def delay_periods(self) -> IntArray:
+        """Whole periods by which each job's commands act late, shape `(B, J)`; for oracles alone."""
+        return self._site.delay
 
     def _describe(self, site: DrawnSite) -> PlantSpec:
         host = self._config.site.host_w_per_gpu * site.n_gpus.sum(axis=1)

@@ -4,13 +4,15 @@ import pytest
 from wattgym.agents.baselines import (
     BASELINES,
     CORE,
+    ORACLES,
     TUNABLE,
-    TUNED_FILE,
+    TUNED_FILES,
     TunedGains,
     feedback_baseline,
     load_tuned,
     make_baseline,
     select_baselines,
+    usable,
 )
 from wattgym.agents.baselines.static import RandomLimits, StaticCap, Uncapped
 from wattgym.agents.rollout import Arena
@@ -179,7 +181,9 @@ def test_the_rate_limit_bounds_every_change_of_the_limit(tmp_path):
     assert np.abs(np.diff(fast.limit, axis=1)).max() > 0.3
 
 
-@pytest.mark.parametrize("name", [name for name in BASELINES if name != "energy-matched cap"])
+@pytest.mark.parametrize(
+    "name", [name for name in BASELINES if name != "energy-matched cap" and usable(name, ["power_limit"])]
+)
 def test_limits_do_not_depend_on_what_actions_mean(name, tmp_path):
     kinds = (
         {"kind": "absolute"},
@@ -191,8 +195,10 @@ def test_limits_do_not_depend_on_what_actions_mean(name, tmp_path):
         arena(tmp_path, [0.0, 0.8, -0.8, 0.2], 60, action=action).run(make_baseline(name), [1, 2]).limit
         for action in kinds
     ]
+    # A program is solved to a tolerance only.
+    tolerance = 0.02 if "MPC" in name else 1e-4
     for other in limits[1:]:
-        np.testing.assert_allclose(other, limits[0], atol=1e-4)
+        np.testing.assert_allclose(other, limits[0], atol=tolerance)
 
 
 class Still:
@@ -244,7 +250,7 @@ def test_random_is_reproducible_and_covers_the_range(tmp_path):
 
 
 def test_names(tmp_path):
-    assert select_baselines("all") == BASELINES
+    assert select_baselines("all") == tuple(name for name in BASELINES if usable(name, ["power_limit"]))
     assert select_baselines("core") == CORE
     assert set(CORE) < set(BASELINES)
     assert len(set(BASELINES)) == len(BASELINES)
@@ -264,10 +270,14 @@ def test_names(tmp_path):
 def test_the_shipped_gains_name_the_command_that_found_them():
     tuned = load_tuned()
     assert tuned.command.startswith("wattgym tune-baselines --config")
-    assert tuned.gains.keys() == tuned.objective_value.keys() == set(TUNABLE)
+    assert tuned.gains.keys() == tuned.objective_value.keys()
+    assert set(TUNABLE) - set(ORACLES) <= set(tuned.gains) <= set(TUNABLE)
     assert tuned.budget >= 2
     assert make_baseline("PI")._gains == FeedbackGains(**tuned.gains["PI"])
-    assert TUNED_FILE.name == "tuned.yaml"
+    # Shipped in two files, found with the same budget.
+    parts = [load_tuned(path) for path in TUNED_FILES]
+    assert len({(part.budget, part.scenarios, part.objective) for part in parts}) == 1
+    assert sum(len(part.gains) for part in parts) == len(tuned.gains)
 
 
 def test_gains_of_another_file_and_mistakes_in_it(tmp_path):
@@ -278,12 +288,12 @@ def test_gains_of_another_file_and_mistakes_in_it(tmp_path):
     with pytest.raises(UserError, match=r"nothing for 'feed-forward \+ PI'; they hold: PI"):
         make_baseline("feed-forward + PI", tuned)
     path = tmp_path / "gains.yaml"
-    path.write_text(TUNED_FILE.read_text().replace("integral", "integrl", 1))
+    path.write_text(TUNED_FILES[0].read_text().replace("integral", "integrl", 1))
     with pytest.raises(UserError, match=r"gains.yaml: gains.PI: unknown key 'integrl', did you mean 'integral'"):
         load_tuned(path)
-    path.write_text(TUNED_FILE.read_text().replace("  PI:", "  PID:"))
+    path.write_text(TUNED_FILES[0].read_text().replace("  PI:", "  PID:"))
     with pytest.raises(UserError, match=r"gains.PID: no such tunable baseline; known: PI, "):
         load_tuned(path)
-    path.write_text(TUNED_FILE.read_text().replace("proportional: 0", "proportional: -0", 1))
+    path.write_text(TUNED_FILES[0].read_text().replace("proportional: 0", "proportional: -0", 1))
     with pytest.raises(UserError, match="greater than or equal to 0"):
         load_tuned(path)

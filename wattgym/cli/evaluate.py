@@ -26,7 +26,7 @@ def evaluate(
         list[Path] | None,
         typer.Argument(help="Training runs, groups of them (--seeds) or policy bundles; none: baselines alone."),
     ] = None,
-    baselines: Annotated[str, typer.Option(help="all, none, or names separated by commas.")] = "all",
+    baselines: Annotated[str, typer.Option(help="all, core, none, or names separated by commas.")] = "all",
     families: Annotated[
         str | None, typer.Option(help="Families, separated by commas; default: regd,rega,droop, or all scenario files.")
     ] = None,
@@ -79,9 +79,9 @@ def _evaluate_shaping(
     from wattgym.config import parse_config
 
     resolved = parse_config(EvaluationPlan, plan, "evaluate")
-    chosen = select_baselines(baselines)
-    tuned = load_tuned(gains) if gains else load_tuned()
+    tuned = load_tuned(gains)
     env = _environment(loaded, config)
+    chosen = select_baselines(baselines, env.action.knobs)
     trained = _grouped(loaded)
     result = run_evaluation(
         env,
@@ -114,13 +114,16 @@ def tune_baselines(
     budget: Annotated[int, typer.Option(help="Settings tried per controller.")] = 64,
     scenarios: Annotated[int, typer.Option(help="Training scenarios per setting.")] = 64,
     seed: Annotated[int, typer.Option(help="Seed of settings and scenarios.")] = 0,
+    baselines: Annotated[
+        str, typer.Option(help="Power shaping: which, by commas; default: all that the configuration's knobs allow.")
+    ] = "all",
 ) -> None:
-    """Tune the feedback baselines on training scenarios with a stated budget."""
+    """Tune the baselines on training scenarios with a stated budget, the same for each."""
     import yaml
     from tqdm import tqdm
 
+    from wattgym.agents.baselines import TUNABLE, select_baselines
     from wattgym.agents.config import TrainingConfig
-    from wattgym.agents.tuning import TUNABLE
     from wattgym.agents.tuning import tune_baselines as run_tuning
     from wattgym.cli import selection
     from wattgym.config import load_config
@@ -128,19 +131,22 @@ def tune_baselines(
 
     check_folder(out.parent)
     options = {"config": config, "budget": budget, "scenarios": scenarios, "seed": seed, "out": out}
+    options |= {} if baselines == "all" else {"baselines": baselines}
     command = shlex.join(["wattgym", "tune-baselines", *(f"--{name}={value}" for name, value in options.items())])
     found = selection.families_of([], config)
     if found is not None:
         selection.tune(found, budget=budget, scenarios=scenarios, seed=seed, command=command, out=out)
         return
     env = load_config(TrainingConfig, config).env
-    with tqdm(total=budget * len(TUNABLE), unit="setting", desc="tune", delay=0.5) as bar:
+    names = tuple(name for name in select_baselines(baselines, env.action.knobs) if name in TUNABLE)
+    with tqdm(total=budget * len(names), unit="setting", desc="tune", delay=0.5) as bar:
         tuned = run_tuning(
-            env, budget=budget, scenarios=scenarios, seed=seed, command=command, progress=lambda *_: bar.update()
-        )
+            env, budget=budget, scenarios=scenarios, seed=seed, command=command, names=names,
+            progress=lambda *_: bar.update(),
+        )  # fmt: skip
     atomic_write_text(out, yaml.safe_dump(tuned.model_dump(mode="json"), sort_keys=False))
     for name, best in tuned.gains.items():
-        typer.echo(f"{name}: {best.model_dump()} -> {tuned.objective} {tuned.objective_value[name]:.4f}")
+        typer.echo(f"{name}: {best} -> {tuned.objective} {tuned.objective_value[name]:.4f}")
 
 
 def _load_runs(runs: list[Path], checkpoint: str) -> Loaded:
