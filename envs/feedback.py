@@ -71,8 +71,13 @@ class IdentifiedModel:
         self._last = np.where(computing, position, np.nan)
         idle = np.nan_to_num(np.where(computing, 0.0, telemetry.sensor_w)).sum(axis=1) + telemetry.host_w
         site = (self._table * np.where(computing, self._gain, 0.0)[..., None]).sum(axis=1) + idle[:, None]
-        grid = self._spec.limit_grid
-        return np.array([np.interp(target, row, grid) for target, row in zip(target_w, site, strict=True)])
+        # The inverse of each row, which does not fall: linear between the last point below the target and the next.
+        above = np.clip((site < target_w[:, None]).sum(axis=1), 1, site.shape[1] - 1)[:, None]
+        low, high = (np.take_along_axis(site, above - k, axis=1)[:, 0] for k in (1, 0))
+        share = np.clip((target_w - low) / np.maximum(high - low, 1e-9), 0.0, 1.0)
+        grid, above = self._spec.limit_grid, above[:, 0]
+        position: FloatArray = grid[above - 1] + share * (grid[above] - grid[above - 1])
+        return position
 
 
 class FeedbackLoop:

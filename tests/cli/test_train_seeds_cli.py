@@ -91,13 +91,16 @@ def test_stopping_the_group_stops_every_seed_in_good_order(how):
         [*command, "--steps", "10000000", "--out", "g"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     running = (Path("g/g-seed0"), Path("g/g-seed1"))
-    deadline = time.monotonic() + 240
-    while not all(list(path.glob("checkpoints/step_*/checkpoint.json")) for path in running):
-        assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    process.send_signal(how)
-    _, err = process.communicate(timeout=240)
+    deadline = time.monotonic() + 600
+    try:
+        while not all(list(path.glob("checkpoints/step_*/checkpoint.json")) for path in running):
+            assert process.poll() is None, process.communicate()[1]
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(how)
+        _, err = process.communicate(timeout=600)
+    finally:
+        process.kill()
     assert "Traceback" not in err
     assert process.returncode == (130 if how == signal.SIGINT else -how)
     # Nobody is left to wait for the orphans of a kill; they end by themselves, with a checkpoint of the moment.

@@ -1,0 +1,101 @@
+import csv
+import importlib.util
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from wattgym.errors import UserError
+from wattgym.metrics.statistics import iqm
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+RECIPE = {
+    "env": {
+        "site": {"jobs": 2},
+        "action": {"kind": "residual_pi", "gains": {"identify": 0.1}},
+        "period_s": 10.0,
+        "episode_s": 600.0,
+    },
+    "train": {"total_steps": 64, "num_envs": 4, "hyperparameters": {"n_steps": 16}},
+    "network": {"hidden": [8]},
+    "validation": {"every_steps": 64, "scenarios": 1, "episode_s": 600.0, "families": ["rega"]},
+}
+PLAN = {
+    "site": {"jobs": 2},
+    "families": ["rega", "peak_event"],
+    "episode_s": {"rega": 600, "peak_event": 3600},
+    "scenarios": 3,
+    "period_s": 10.0,
+    "learned": [{"recipe": "tiny", "steps": 64, "seeds": 2}],
+    "references": ["static cap"],
+    "gpus": ["all", "v100"],
+    "baselines": ["static cap", "feed-forward + PI"],
+}
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    spec = importlib.util.spec_from_file_location("results_script", SCRIPTS / "results.py")
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses look their module up.
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    (tmp_path / "configs" / "recipes").mkdir(parents=True)
+    (tmp_path / "configs" / "recipes" / "tiny.yaml").write_text(yaml.safe_dump(RECIPE))
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(PLAN))
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    yield module
+    sys.modules.pop("results_page", None)
+
+
+def make(results, tmp_path, **options):
+    page = tmp_path / "results.md"
+    results.main(plan=tmp_path / "plan.yaml", cache=tmp_path / "results", page=page, **options)
+    rows = list(csv.DictReader(page.with_suffix(".csv").read_text().splitlines()))
+    return page.read_text(), {(r["family"], r["gpu"], r["controller"], r["metric"]): r for r in rows}
+
+
+@pytest.mark.slow
+def test_the_page_is_made_from_finished_pieces_and_says_what_is_missing(results, tmp_path, monkeypatch):
+    # No time: nothing is run, and the page says so of everything that was planned.
+    text, rows = make(results, tmp_path, minutes=0.0)
+    assert not rows
+    assert "- tiny: 0 of 2 seeds are trained" in text
+    assert "- rega, all: static cap, feed-forward + PI (no time)" in text
+    assert "- peak_event, v100: static cap, feed-forward + PI (no time)" in text
+
+    text, rows = make(results, tmp_path)
+    assert "Everything planned was run." in text
+    assert "**tiny**: ppo, 64 steps, 2 seeds; validation reward" in text
+    assert "the same 3 scenarios" in text
+    for family, gpu, name in (("rega", "all", "tiny"), ("rega", "v100", "static cap"), ("peak_event", "all", "tiny")):
+        assert rows[family, gpu, name, "throughput_retained"]["scenarios"] == "3"
+        assert rows[family, gpu, name, "nrmse"]["runs"] == ("2" if name == "tiny" else "1")
+    assert ("peak_event", "all", "static cap", "pjm_composite") not in rows
+    assert "| tiny | static cap |" in text
+    # The table is what the pieces hold.
+    piece = results.read_json_object(tmp_path / "results" / "pieces" / "rega-all" / "static-cap.json")
+    kept = [x for x in piece["rows"][""]["nrmse"] if x is not None]
+    assert float(rows["rega", "all", "static cap", "nrmse"]["value"]) == pytest.approx(
+        float(iqm(np.array(kept))), rel=1e-5
+    )
+
+    # A residual is shown beside what it is added to.
+    assert ("rega", "all", "tiny without learning", "pjm_composite") in rows
+
+    # What is finished is not done again; fewer scenarios are other scenarios.
+    monkeypatch.setattr(results, "Stage", None)
+    again, _ = make(results, tmp_path)
+    assert again.partition("## ")[2] == text.partition("## ")[2]
+    with pytest.raises(TypeError):
+        make(results, tmp_path, scenarios=2)
+
+
+def test_a_plan_that_does_not_fit_is_one_line(results, tmp_path):
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump({**PLAN, "familys": []}))
+    with pytest.raises(UserError, match="did you mean 'families'"):
+        make(results, tmp_path)
