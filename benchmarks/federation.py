@@ -87,7 +87,7 @@ def play(
         print(f"seed {seed}, {name}: finished before", flush=True)
     else:
         print(f"seed {seed}, {name}", flush=True)
-    with InProcessEngine(config) as engine:
+    with InProcessEngine(config, folder.with_name(f"{folder.name}-sites")) as engine:
         done = run(
             engine,
             config,

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 from wattgym.errors import UserError
 from wattgym.federated.config import FederationConfig
 from wattgym.federated.engine import Engine
 from wattgym.federated.messages import Adapter, Evaluation, Fate, SiteFailure, SiteInfo, TrainReply, TrainRequest
 from wattgym.federated.partition import Partition
+from wattgym.federated.site.client import SOCKET_FILE, SiteClient
+from wattgym.federated.site.store import REPLIES
 from wattgym.federated.site.trainer import AbandonedError, SiteTrainer
 from wattgym.live.learner import LoadedModel
 
@@ -22,15 +25,29 @@ class InProcessEngine(Engine):
 
     name = "local"
 
-    def __init__(self, config: FederationConfig) -> None:
+    def __init__(self, config: FederationConfig, folder: Path | None = None) -> None:
         """Loads the model and every site's records.
 
+        Args:
+            config: The federation.
+            folder: Where sites keep their place in the data, one folder for each as a `ProcessEngine` has them; None:
+                a site's place is forgotten when this engine goes, and a resumed run sees its data from the beginning.
+
         Raises:
-            UserError: The model or the data cannot be used.
+            UserError: The model or the data cannot be used, the folder holds other sites, or sites run in it.
         """
+        homes = {name: None if folder is None else folder / name for name in config.names}
+        for name, home in homes.items():
+            if home is not None and SiteClient(home / SOCKET_FILE).is_there():
+                raise UserError(
+                    f"{home}: a process of site '{name}' runs there; stop it first, or choose another folder"
+                )
         partition = Partition(config)
         loaded = LoadedModel(config.job(config.names[0]))
-        self._sites = {name: SiteTrainer(config, name, partition, loaded) for name in config.names}
+        self._sites = {
+            name: SiteTrainer(config, name, partition, loaded, folder=home and home / REPLIES)
+            for name, home in homes.items()
+        }
 
     def members(self) -> Mapping[str, SiteInfo]:
         """All sites, always."""

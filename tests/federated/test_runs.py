@@ -98,6 +98,26 @@ def test_a_run_that_died_before_its_first_line_begins_where_its_checkpoint_stand
 
 
 @pytest.mark.slow
+def test_a_run_in_two_parts_has_the_same_bits_as_one_in_one(finished, sites_file, tmp_path):
+    out = tmp_path / "run"
+    options = ("--sites", sites_file, "--policy", "all sites", "--engine", "local", "--out", out)
+    assert call("federate", "--rounds", 3, *options) == 0
+    assert call("federate", "--rounds", 6, *options, "--resume") == 0
+
+    def learned(folder):
+        records = [record for record, _ in read_log(folder / "rounds.jsonl")]
+        losses = [{each.site: (each.metrics.loss, each.delta_norm) for each in record.outcomes} for record in records]
+        return losses, [(record.round, record.evaluation) for record in records]
+
+    (sites, evaluations), expected = learned(out), learned(finished[0])
+    assert sites == expected[0]
+    assert [(number, vars(each)) for number, each in evaluations] == [(n, vars(each)) for n, each in expected[1]]
+    adapter = "adapter/adapter_model.safetensors"
+    assert (out / adapter).read_bytes() == (finished[0] / adapter).read_bytes()
+    assert len({loss for site in sites for loss, _ in site.values()}) == 18  # no round is another's
+
+
+@pytest.mark.slow
 def test_the_learning_model_is_fitted_to_a_run_and_held_against_another(finished, sites_file, tmp_path, capsys):
     other = tmp_path / "other"
     assert call(

@@ -84,7 +84,7 @@ def _show_fleet(out: Path) -> None:
 
 
 def _site_folder(out: Path) -> Path:
-    """Where the site processes of a run on this machine keep their state: beside the run, which is the aggregator's."""
+    """Where the sites of a run on this machine keep their state: beside the run, which is the aggregator's."""
     return out.parent / f"{out.name}-sites"
 
 
@@ -92,7 +92,7 @@ def _engine(name: str, config: FederationConfig, out: Path) -> Engine:
     if name == "local":
         from wattgym.federated.in_process import InProcessEngine
 
-        return InProcessEngine(config)
+        return InProcessEngine(config, _site_folder(out))
     from wattgym.federated.processes import ProcessEngine
 
     return ProcessEngine(config, _site_folder(out))
