@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import pickle
 import random
 import shutil
@@ -18,7 +17,7 @@ from wattgym.agents.config import Algorithm
 from wattgym.config import FrozenModel, parse_config
 from wattgym.envs.plant import FloatArray
 from wattgym.errors import UserError
-from wattgym.files import atomic_write_json, read_json_object
+from wattgym.files import atomic_write_json, read_json_object, sha256
 
 SCHEMA_VERSION = 1
 MANIFEST, POLICY, RESUME, REPLAY = "checkpoint.json", "policy.zip", "resume.pkl", "replay.pkl"
@@ -202,7 +201,7 @@ def save_checkpoint(
                 steps=model.num_timesteps,
                 normaliser=_normaliser_of(model),
                 features=features,
-                sha256={path.name: _sha256(path) for path in sorted(draft.iterdir())},
+                sha256={path.name: sha256(path) for path in sorted(draft.iterdir())},
             )
             atomic_write_json(draft / MANIFEST, manifest.model_dump(mode="json"))
             _replace_folder(draft, folder)
@@ -226,7 +225,7 @@ def load_checkpoint(folder: Path, env: Any = None) -> Checkpoint:
     for name, expected in manifest.sha256.items():
         if not (folder / name).is_file():
             raise UserError(f"{folder}: '{name}' is missing")
-        if _sha256(folder / name) != expected:
+        if sha256(folder / name) != expected:
             raise UserError(
                 f"{folder / name}: damaged, it differs from the checksum in {MANIFEST}; "
                 "without this folder an earlier checkpoint of the run is used, if there is one"
@@ -295,10 +294,6 @@ def _replace_folder(draft: Path, folder: Path) -> None:
         folder.rename(old)
     draft.replace(folder)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _rng_state(model: Any) -> dict[str, Any]:

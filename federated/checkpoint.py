@@ -7,7 +7,6 @@ name, flushed and renamed: `adapter/` in peft's format, and `state.json` with ev
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from wattgym.config import FrozenModel, parse_config
 from wattgym.errors import UserError
 from wattgym.federated.adapters import from_bytes, save_peft
 from wattgym.federated.messages import Adapter
-from wattgym.files import atomic_write_json, read_json_object
+from wattgym.files import atomic_write_json, flush, newest_whole, read_json_object, sha256
 from wattgym.live.config import LoraSettings, ModelConfig
 
 SCHEMA_VERSION = 1
@@ -66,12 +65,12 @@ def save(root: Path, state: FederationState, adapter: Adapter, lora: LoraSetting
         shutil.rmtree(temporary, ignore_errors=True)
         (temporary / ADAPTER).mkdir(parents=True)
         save_peft(temporary / ADAPTER, adapter, lora, model)
-        state = state.model_copy(update={"sha256": _sha256(temporary / ADAPTER / _WEIGHTS)})
+        state = state.model_copy(update={"sha256": sha256(temporary / ADAPTER / _WEIGHTS)})
         atomic_write_json(temporary / STATE, state.model_dump(mode="json"))
         if final.exists():  # damaged, or the run would have gone on from it
             shutil.rmtree(final)
         temporary.replace(final)
-        _flush(root)
+        flush(root)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise UserError(f"{final}: cannot write the checkpoint: {error.strerror or error}") from None
@@ -86,15 +85,7 @@ def load_newest(root: Path) -> tuple[FederationState, Adapter] | None:
     Raises:
         UserError: There are checkpoints, but none is whole.
     """
-    findings = []
-    for folder in _folders(root):
-        try:
-            return _read(folder)
-        except UserError as error:
-            findings.append(str(error))
-    if findings:
-        raise UserError(f"{root}: no whole checkpoint to resume from: {findings[0]}")
-    return None
+    return newest_whole(root, _folders(root), _read)
 
 
 def _read(folder: Path) -> tuple[FederationState, Adapter]:
@@ -116,16 +107,3 @@ def _read(folder: Path) -> tuple[FederationState, Adapter]:
 
 def _folders(root: Path) -> list[Path]:
     return sorted((path for path in root.glob(f"{_PREFIX}*") if path.is_dir()), reverse=True)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -11,15 +11,13 @@ No file is read by executing anything from it.
 
 from __future__ import annotations
 
-import hashlib
-import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 from wattgym.config import FrozenModel, parse_config
 from wattgym.errors import UserError
-from wattgym.files import atomic_write_json, read_json_object
+from wattgym.files import atomic_write_json, flush, newest_whole, read_json_object, sha256
 
 SCHEMA_VERSION = 1
 MANIFEST, STATE, ADAPTER = "checkpoint.json", "state.safetensors", "adapter"
@@ -86,14 +84,14 @@ def save_checkpoint(root: Path, manifest: Manifest, model: Any, optimiser: Any, 
         (temporary / _WEIGHTS).write_bytes(save(adapter, metadata={"format": "pt"}))
         model.peft_config["default"].save_pretrained(temporary / ADAPTER)
         files = [path for path in sorted(temporary.rglob("*")) if path.is_file()]
-        sums = {str(path.relative_to(temporary)): _sha256(path) for path in files}
+        sums = {str(path.relative_to(temporary)): sha256(path) for path in files}
         for path in [*files, temporary / ADAPTER]:
-            _flush(path)
+            flush(path)
         atomic_write_json(temporary / MANIFEST, manifest.model_copy(update={"sha256": sums}).model_dump(mode="json"))
         if final.exists():
             shutil.rmtree(final)
         temporary.replace(final)
-        _flush(root)
+        flush(root)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise UserError(f"{final}: cannot write the checkpoint: {error.strerror or error}") from None
@@ -111,15 +109,7 @@ def newest_checkpoint(root: Path) -> tuple[Path, Manifest] | None:
     Raises:
         UserError: There are checkpoints, but none is whole.
     """
-    findings = []
-    for folder in _folders(root):
-        try:
-            return folder, _verified(folder)
-        except UserError as error:
-            findings.append(str(error))
-    if findings:
-        raise UserError(f"{root}: no whole checkpoint to resume from: {findings[0]}")
-    return None
+    return newest_whole(root, _folders(root), lambda folder: (folder, _verified(folder)))
 
 
 def load_checkpoint(folder: Path, model: Any, optimiser: Any) -> dict[str, Any]:
@@ -163,7 +153,7 @@ def _verified(folder: Path) -> Manifest:
         raise UserError(f"{folder / MANIFEST}: no checksum of {STATE} and {_WEIGHTS}")
     for name, expected in manifest.sha256.items():
         try:
-            found = _sha256(folder / name)
+            found = sha256(folder / name)
         except OSError as error:
             raise UserError(f"{folder / name}: cannot read: {error.strerror or error}") from None
         if found != expected:
@@ -177,16 +167,3 @@ def _trainable(model: Any) -> list[tuple[str, Any]]:
 
 def _folders(root: Path) -> list[Path]:
     return sorted((path for path in root.glob(f"{_PREFIX}*") if path.is_dir()), reverse=True)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from wattgym.errors import UserError
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -37,9 +40,9 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
             raise IsADirectoryError(21, "is a folder, expected a file name")
         target.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
-        _flush(temporary)
+        flush(temporary)
         temporary.replace(target)
-        _flush(target.parent)
+        flush(target.parent)
     except OSError as error:
         raise UserError(f"{wanted}: cannot write: {error.strerror or error}") from error
     finally:
@@ -95,7 +98,42 @@ def read_json_object(path: str | Path) -> dict[str, Any]:
     return value
 
 
-def _flush(path: Path) -> None:
+def sha256(path: Path) -> str:
+    """Checksum of a file's content, hexadecimal.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def newest_whole(root: Path, folders: Iterable[Path], read: Callable[[Path], T]) -> T | None:
+    """What the newest of several checkpoints holds that can be read; a damaged one is passed over for the one before.
+
+    Args:
+        root: Where they lie, for the message.
+        folders: The checkpoints, newest first.
+        read: Reads one; a `UserError` says that it is damaged.
+
+    Returns:
+        None where there is no checkpoint.
+
+    Raises:
+        UserError: There are checkpoints, but none is whole.
+    """
+    findings = []
+    for folder in folders:
+        try:
+            return read(folder)
+        except UserError as error:
+            findings.append(str(error))
+    if findings:
+        raise UserError(f"{root}: no whole checkpoint to resume from: {findings[0]}")
+    return None
+
+
+def flush(path: Path) -> None:
     """Forces a file's or a folder's content to the disk, so that a power cut cannot undo the rename."""
     handle = os.open(path, os.O_RDONLY)
     try:

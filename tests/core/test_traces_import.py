@@ -262,14 +262,14 @@ def test_ids_are_checked_and_imports_not_overwritten(tmp_path, out):
 @pytest.mark.parametrize("failing", ["to_parquet", "sidecar"])
 def test_a_full_disk_leaves_nothing(tmp_path, out, monkeypatch, failing):
     trace = small_trace(tmp_path)
-    real = files._flush
+    real = files.flush
 
     def no_space(path):
         if (path.suffix == ".parquet") == (failing == "to_parquet") and path.is_file():
             raise OSError(28, "No space left on device")
         real(path)
 
-    monkeypatch.setattr(files, "_flush", no_space)
+    monkeypatch.setattr(files, "flush", no_space)
     with pytest.raises(UserError, match="No space left on device"):
         store.store_trace(trace, "mine", out, split=None, licence="", force=False)
     assert left_in(out) == []
