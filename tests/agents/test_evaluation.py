@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from wattgym.agents.baselines import BASELINES, make_baseline
+from wattgym.agents.baselines import CORE, make_baseline
 from wattgym.agents.evaluation import MATCH_TOLERANCE, EvaluationPlan, Stage, evaluate
 from wattgym.agents.policy import load_policy
 from wattgym.agents.report import render_report
@@ -38,14 +38,14 @@ def run(policies=None, baselines=(), plan=PLAN, env=ENV, **changes):
 
 @pytest.fixture(scope="module")
 def result():
-    return run({"held": [Held("held", 0.4)]}, BASELINES)
+    return run({"held": [Held("held", 0.4)]}, CORE)
 
 
 def test_every_controller_meets_every_scenario(result):
     scenarios = [f"{family}/test/{seed}" for family in PLAN.families for seed in (1000, 1001, 1002)]
     assert list(result.scenarios) == scenarios
-    assert result.controllers == (*("held",), *(n for n in BASELINES if n in result.controllers))
-    assert set(result.controllers) == {"held", *BASELINES}
+    assert result.controllers == (*("held",), *(n for n in CORE if n in result.controllers))
+    assert set(result.controllers) == {"held", *CORE}
     assert len(result.rows) == 9 * 8
     assert result.headline == "pjm_composite"
     assert result.candidates == ("held",)
@@ -66,7 +66,7 @@ def test_targets_are_identical_for_all_controllers(result):
 
 
 def test_an_evaluation_repeats_itself(result):
-    again = run({"held": [Held("held", 0.4)]}, BASELINES)
+    again = run({"held": [Held("held", 0.4)]}, CORE)
     for metric in result.metrics:
         for name in result.controllers:
             np.testing.assert_array_equal(again.scores(name, metric), result.scores(name, metric))
@@ -108,7 +108,7 @@ def test_without_a_policy_the_cap_matches_the_strongest_baseline():
 def test_baselines_are_not_tied_by_what_a_policys_actions_mean(action, result):
     tied = ENV.model_copy(update={"action": type(ENV.action)(**action)})
     policy = Held("held", 0.5)
-    other = run({"held": [policy]}, tuple(name for name in BASELINES if name != "energy-matched cap"), env=tied)
+    other = run({"held": [policy]}, tuple(name for name in CORE if name != "energy-matched cap"), env=tied)
     assert {task.config.action.kind for task in policy.tasks} == {action["kind"]}
     for name in other.baselines:
         for metric in ("nrmse", "energy_kwh", "throughput_retained"):

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 import yaml
 
-from wattgym.agents.baselines import BASELINES, load_tuned
+from wattgym.agents.baselines import CORE, load_tuned
 from wattgym.agents.config import TrainingConfig
 from wattgym.agents.results import EvaluationResult
 from wattgym.agents.training import train
@@ -66,13 +66,13 @@ def refused(capsys, *arguments):
 
 
 def test_one_command_writes_tables_and_report(runs, capsys):
-    assert run("evaluate", runs["a0"], *SHORT, "--out", "e") == 0
+    assert run("evaluate", runs["a0"], *SHORT, "--baselines", "core", "--out", "e") == 0
     out, err = capsys.readouterr()
     assert {path.name for path in Path("e").iterdir()} == {
         "evaluation.json", "report.html", "results.csv", "summary.csv", "summary.json", "summary.md", "traces.parquet",
     }  # fmt: skip
     result = EvaluationResult.load("e")
-    assert set(result.controllers) == {"a-seed0", *BASELINES}
+    assert set(result.controllers) == {"a-seed0", *CORE}
     assert result.candidates == ("a-seed0",)
     assert len(pd.read_csv("e/results.csv")) == 3 * 2 * 8
     page = Path("e/report.html").read_text()
@@ -141,7 +141,7 @@ def test_mistakes_are_one_line_and_leave_nothing(runs, capsys):
     for message, *arguments in (
         ("no such run folder", "nowhere"),
         ("not a run folder", "."),
-        ("unknown baseline 'Pi'; known: all, none, uncapped", run_a, "--baselines", "Pi"),
+        ("unknown baseline 'Pi'; known: all, core, none, uncapped", run_a, "--baselines", "Pi"),
         ("'regdd' is unknown", run_a, "--families", "regd,regdd"),
         ("unknown score variant", run_a, "--variant", "legasy"),
         ("--checkpoint newest: valid are best and last", run_a, "--checkpoint", "newest"),
@@ -209,18 +209,22 @@ def test_a_full_disk_is_one_line_and_no_half_evaluation():
 
 def test_tuning_writes_a_file_that_names_its_command(capsys):
     assert run("tune-baselines", "--config", "tiny.yaml", "--out", "my gains.yaml", "--budget", 2,
-               "--scenarios", 1, "--seed", 4) == 0  # fmt: skip
+               "--scenarios", 1, "--seed", 4, "--baselines", "PI,MPC") == 0  # fmt: skip
     tuned = load_tuned("my gains.yaml")
     assert tuned.command == (
-        "wattgym tune-baselines --config=tiny.yaml --budget=2 --scenarios=1 --seed=4 '--out=my gains.yaml'"
+        "wattgym tune-baselines --config=tiny.yaml --budget=2 --scenarios=1 --seed=4 '--out=my gains.yaml' "
+        "--baselines=PI,MPC"
     )
     out = capsys.readouterr().out
+    assert list(tuned.gains) == ["PI", "MPC"]
     assert out.startswith("PI: {'proportional': ")
     assert "mean reward" in out
     for message, *arguments in (
         ("budget and scenarios must be at least 1", "--budget", 0),
         ("is no folder", "--out", "tiny.yaml/gains.yaml"),
         ("cannot read", "--config", "missing.yaml"),
+        ("'pause/resume' needs duty_cycle", "--baselines", "pause/resume"),
+        ("no tunable baseline", "--baselines", "random"),
     ):
         options = {"--config": "tiny.yaml", "--out": "other.yaml", arguments[0]: arguments[1]}
         assert message in refused(capsys, "tune-baselines", *(item for pair in options.items() for item in pair))

@@ -127,6 +127,7 @@ def tune_baselines(
     from wattgym.agents.tuning import tune_baselines as run_tuning
     from wattgym.cli import selection
     from wattgym.config import load_config
+    from wattgym.errors import UserError
     from wattgym.files import atomic_write_text
 
     check_folder(out.parent)
@@ -135,10 +136,13 @@ def tune_baselines(
     command = shlex.join(["wattgym", "tune-baselines", *(f"--{name}={value}" for name, value in options.items())])
     found = selection.families_of([], config)
     if found is not None:
+        _refuse({"--baselines": None if baselines == "all" else baselines}, "power shaping")
         selection.tune(found, budget=budget, scenarios=scenarios, seed=seed, command=command, out=out)
         return
     env = load_config(TrainingConfig, config).env
     names = tuple(name for name in select_baselines(baselines, env.action.knobs) if name in TUNABLE)
+    if not names:
+        raise UserError(f"--baselines {baselines}: no tunable baseline among them; tunable: {', '.join(TUNABLE)}")
     with tqdm(total=budget * len(names), unit="setting", desc="tune", delay=0.5) as bar:
         tuned = run_tuning(
             env, budget=budget, scenarios=scenarios, seed=seed, command=command, names=names,
