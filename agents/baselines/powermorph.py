@@ -29,16 +29,19 @@ class PowerMorphSettings(FrozenModel):
         keep: Gain of throughput below which a job's configuration is kept.
         proportional: Share of the mean error that the fast loop corrects at once.
         integral: Share of it that is added to the lasting correction each period.
+        leak: Share of the lasting correction that is forgotten each period: a sensor may be as wrong as the table.
         dead_band: Mean error that is left alone, share of the capacity.
         learn: Weight of the newest period in the table's moving averages.
         credit: Share of a lasting misfit between sensor and table that is put down to the table.
-        fill: Share of a job's dip (a checkpoint) that the others are to fill.
+        fill: Assumed probability that a job's dip (a checkpoint) goes on for another period; the site's own dips
+            soon count for more.
     """
 
     slow_s: float = Field(default=120.0, gt=0.0)
     keep: float = Field(default=0.01, ge=0.0)
     proportional: float = Field(default=0.0, ge=0.0)
-    integral: float = Field(default=0.005, ge=0.0)
+    integral: float = Field(default=0.001, ge=0.0)
+    leak: float = Field(default=0.02, ge=0.0, le=1.0)
     dead_band: float = Field(default=0.05, ge=0.0)
     learn: float = Field(default=0.02, gt=0.0, le=1.0)
     credit: float = Field(default=0.1, ge=0.0, le=1.0)
@@ -48,7 +51,7 @@ class PowerMorphSettings(FrozenModel):
 SEARCH = {
     "slow_s": Range(30.0, 300.0, log=True),
     "proportional": Range(0.0, 0.5),
-    "integral": Range(0.001, 0.3, log=True),
+    "integral": Range(0.0001, 0.1, log=True),
     "dead_band": Range(0.0, 0.2),
     "learn": Range(0.005, 0.3, log=True),
     "credit": Range(0.0, 1.0),
@@ -58,6 +61,9 @@ SEARCH = {
 
 _FOLLOWS = 0.85
 """A job that draws less than this share of what its setting lets it draw does not feel its limit."""
+
+_FIRST_DIPS = 5.0
+"""Dips that the assumption of how long they last counts for."""
 
 _STEADY = 0.02
 """Change of a limit's position below which power has settled."""
@@ -75,11 +81,13 @@ class PowerMorph:
     kept while another would train less than `keep` more.
 
     Fast (every period): with the configurations as they are, all limits move alike until the table says the target's
-    power, plus a PI correction of the sensed error. The error is averaged over whole optimiser steps, because power
-    swings within one; errors within a dead band are left alone; the integral stops where limits are at their ends.
+    power, plus a PI correction of the sensed error (its integral leaks). The error is averaged over whole optimiser
+    steps, because power swings within one; errors within a dead band are left alone; the integral stops where limits
+    are at their ends.
 
     Table: each job's entries are scaled by an exponentially weighted mean of sensed over tabled power, while the job
-    follows its limit (drift, sensor); one that does not (a checkpoint) is taken as it is and the others make up for it.
+    follows its limit (drift, sensor). One that does not (a checkpoint) is expected to go on so as often as dips did
+    before, and the others make up for it.
 
     The rest of the scheme - samples per update constant, gradients weighted by samples, changes between optimiser
     steps - is the plant's: knobs do it whoever sets them.
@@ -103,6 +111,7 @@ class PowerMorph:
         self._gain = self._ratio = np.ones((batch, jobs))
         self._turn = np.full((batch, jobs), 0.5)
         self._chosen = np.zeros((batch, jobs), dtype=np.int64)
+        self._dips, self._lasting = np.full(batch, _FIRST_DIPS), np.full(batch, _FIRST_DIPS * settings.fill)
         self._errors: list[FloatArray] = []
         self._integral_w = np.zeros(batch)
         self._mean_w: FloatArray | None = None
@@ -129,7 +138,7 @@ class PowerMorph:
         wanted_w = target_w - settings.proportional * mean_w - self._integral_w - settings.integral * mean_w
         position = self._trimmed(observation, wanted_w)
         free = np.where(mean_w > 0, position.max(axis=1) > 0.0, position.min(axis=1) < 1.0)
-        self._integral_w += np.where(free, settings.integral * mean_w, 0.0)
+        self._integral_w += np.where(free, settings.integral * mean_w, 0.0) - settings.leak * self._integral_w
         return self._task.action_for(
             position, seen.feed_forward(observation), seen.limits(observation), self._positions
         )
@@ -139,7 +148,9 @@ class PowerMorph:
         seen, settings = self._observed, self._settings
         sensed, limits = seen.job_power_w(observation), seen.limits(observation)
         ratio = sensed / power_at(limits, self._power_w, self._table.grid)
-        self._follows = ratio >= _FOLLOWS * self._ratio
+        followed, self._follows = self._follows, ratio >= _FOLLOWS * self._ratio
+        self._dips += (~followed).sum(axis=1)
+        self._lasting += (~followed & ~self._follows).sum(axis=1)
         # While a limit moves, dead time would pass for a misfit.
         steady = np.abs(limits - self._limits) < _STEADY
         self._limits = limits
@@ -175,7 +186,7 @@ class PowerMorph:
 
     def _trimmed(self, observation: NDArray[np.float32], power_w: FloatArray) -> FloatArray:
         """Positions at which the site draws a power: the plan's, all shifted alike."""
-        fill, gain = self._settings.fill, self._gain
+        fill, gain = (self._lasting / self._dips)[:, None], self._gain
         held_w = gain * power_at(self._observed.limits(observation), self._power_w, self._table.grid)
         others_w = np.where(self._follows, 0.0, fill * self._sensed_w + (1.0 - fill) * held_w)
         budget_w = power_w - self._task.spec.host_w - others_w.sum(axis=1)
