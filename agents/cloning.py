@@ -23,7 +23,9 @@ from wattgym.agents.baselines import make_baseline
 from wattgym.agents.callbacks import StopFlag, StopTraining
 from wattgym.agents.config import ON_POLICY, TrainingConfig
 from wattgym.agents.controller import Controller
+from wattgym.agents.truth import Informed, Truth
 from wattgym.config import FrozenModel
+from wattgym.envs.emulator.emulator import Emulator
 from wattgym.envs.vector import PowerShapingVecEnv
 
 WANDER = 0.05
@@ -131,7 +133,7 @@ def _play(
         bar: Progress.
     """
     observation = batch.reset()
-    expert.reset(batch.task)
+    _begin(expert, batch)
     seen, told, rewards, ends, square = [], [], [], [], 0.0
     for _ in range(steps):
         if stop.requested:
@@ -151,10 +153,18 @@ def _play(
         if done[0]:
             # Episodes end together.
             wrapper.returns[:] = 0.0
-            expert.reset(batch.task)
+            _begin(expert, batch)
         bar.update()
     share = _Share(np.stack(seen), np.stack(told), np.stack(rewards).astype(np.float64), np.array(ends))
     return share, float(np.sqrt(square / steps))
+
+
+def _begin(expert: Controller, batch: PowerShapingVecEnv) -> None:
+    """Prepares the expert for the episodes that have just begun; an oracle is told the truth."""
+    expert.reset(batch.task)
+    plant = batch.shaping.plant
+    if isinstance(expert, Informed) and isinstance(plant, Emulator):
+        expert.inform(Truth(plant, batch.shaping.targets_w))
 
 
 def _sweep(

@@ -198,11 +198,11 @@ class TrainingConfig(BaseTrainingConfig):
             if self.imitation != CloningConfig():
                 raise ValueError("imitation has settings but no expert")
             return self
-        from wattgym.agents.baselines import BASELINES, ENERGY_MATCHED
+        from wattgym.agents.baselines import BASELINES, ENERGY_MATCHED, usable
 
-        if expert not in BASELINES or expert == ENERGY_MATCHED:
-            known = ", ".join(name for name in BASELINES if name != ENERGY_MATCHED)
-            raise ValueError(f"imitation.expert '{expert}' is unknown; known: {known}")
+        known = [name for name in BASELINES if name != ENERGY_MATCHED and usable(name, self.env.action.knobs)]
+        if expert not in known:
+            raise ValueError(f"imitation.expert '{expert}' is unknown or needs other knobs; known: {', '.join(known)}")
         if self.train.algorithm == "recurrent_ppo":
             raise ValueError("imitation goes with algorithms without memory, train.algorithm is 'recurrent_ppo'")
         return self

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from numpy.typing import NDArray
 from pydantic import Field
 from results_page import ALL, Results, Rows, render, table
 
-from wattgym.agents.baselines import BASELINES, ENERGY_MATCHED, load_tuned, make_baseline
+from wattgym import envs
+from wattgym.agents.baselines import BASELINES, ENERGY_MATCHED, LIMIT_ONLY, load_tuned, make_baseline, needs, usable
 from wattgym.agents.checkpoint import read_manifest
 from wattgym.agents.config import parse_training
 from wattgym.agents.controller import Controller
@@ -161,6 +163,11 @@ def _evaluate(
 ) -> None:
     tuned = load_tuned()
     names = plan.baselines or tuple(name for name in BASELINES if name != ENERGY_MATCHED)
+    lacking = tuple(name for name in names if not usable(name, LIMIT_ONLY))
+    results.not_run += [
+        f"{name}: needs {' and '.join(needs(name))}, the sites here have limits alone" for name in lacking
+    ]
+    names = tuple(name for name in names if name not in lacking)
     surfaces = [surface for surface in load_surfaces() if surface.split == "test"]
     gpus = plan.gpus if plan.gpus is not None else (ALL, *sorted({surface.gpu for surface in surfaces}))
     skipped: dict[str, list[str]] = {}
@@ -185,7 +192,10 @@ def _evaluate(
                 else:
                     results.cells[family, gpu, name] = found
     results.not_run += [f"{text} ({'; '.join(cells)})" for text, cells in refused.items()]
-    results.not_run += [f"{cell}: {', '.join(missing)} (no time)" for cell, missing in skipped.items()]
+    everybody = [entrant.name for entrant in entrants] + list(names)
+    for cell_name, missing in skipped.items():
+        who = "every controller" if missing == everybody else ", ".join(missing)
+        results.not_run.append(f"{cell_name}: {who} (no time)")
 
 
 @dataclass(frozen=True)
@@ -293,8 +303,16 @@ class _Cell:
         return self._cache / f"{self._family}-{self._gpu}" / f"{slug}.json"
 
     def _key(self, entrant: Entrant) -> str:
-        plain = [self._scenarios.model_dump(mode="json"), self._site, self._plan.reward, entrant.identity]
+        plain = [self._scenarios.model_dump(mode="json"), self._site, self._plan.reward, entrant.identity, _plant()]
         return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+
+
+@cache
+def _plant() -> str:
+    """Digest of the environment's code and tables: what was run on another plant is not compared."""
+    folder = Path(envs.__file__).parent
+    files = sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".yaml"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
 def _digest_of(run: Path) -> str:

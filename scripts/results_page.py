@@ -118,7 +118,7 @@ def render(families: tuple[str, ...], references: tuple[str, ...], scenarios: in
     lines = _head(scenarios, results)
     lines += [
         "",
-        "## Learned controllers against the references",
+        "## Paired differences",
         "",
         *_verdicts(regulation, references, names, results),
     ]
@@ -153,15 +153,19 @@ def _head(scenarios: int, results: Results) -> list[str]:
         "Learned controllers and their budgets; checkpoints and recipes are chosen on the validation split alone:",
         "",
         *(learned or ["- none trained"]),
+        "",
+        "A residual *without learning* is what it is added to. [training.md](training.md#what-limits-a-policy) says "
+        "what limits them.",
     ]
 
 
 def _verdicts(families: tuple[str, ...], references: Sequence[str], names: list[str], results: Results) -> list[str]:
     """Paired differences in the objective and its parts, over all regulation families together."""
     rows = []
-    for name in results.budgets:
+    for name in (*results.budgets, *(other for other in references[1:] if other in names)):
         own = [base for base in names if base == f"{name} without learning"]
-        for reference in (*own, *references, *(other for other in names if "oracle" in other)):
+        others = references if name in results.budgets else references[:1]
+        for reference in (*own, *others, *(other for other in names if "oracle" in other)):
             cells = [name, reference]
             for metric in (OBJECTIVE, "pjm_composite", "throughput_retained", "actuations_per_h_per_job"):
                 ours = scores(results, families, ALL, name, metric)
@@ -175,11 +179,11 @@ def _verdicts(families: tuple[str, ...], references: Sequence[str], names: list[
     if not rows:
         return ["No learned controller was run."]
     text = (
-        f"Over {', '.join(families)} on all boards: learned minus reference on identical scenarios. "
+        f"Over {', '.join(families)} on all boards: controller minus reference on identical scenarios. "
         f"*{OBJECTIVE.capitalize()}* is the mean of PJM composite and throughput retained; the verdict asks whether "
         "its interval excludes zero."
     )
-    head = ["learned", "reference", OBJECTIVE, "verdict", "PJM composite", "throughput", "actuations /h"]
+    head = ["controller", "reference", OBJECTIVE, "verdict", "PJM composite", "throughput", "actuations /h"]
     return [text, "", *_markdown(head, rows)]
 
 

@@ -84,7 +84,13 @@ def test_an_untrained_residual_is_what_it_is_added_to(name, tmp_path):
 
 
 def test_cloning_brings_the_policy_close_to_its_expert(tmp_path):
-    settings = {"imitation.steps": 4096, "imitation.passes": 2, "imitation.epochs": 20, "network.hidden": [64]}
+    settings = {
+        "imitation.expert": "feed-forward + PI",
+        "imitation.steps": 4096,
+        "imitation.passes": 2,
+        "imitation.epochs": 20,
+        "network.hidden": [64],
+    }
     few = {"train.hyperparameters.learning_rate": 1e-12, "train.learning_rate_end": 1e-12}
     config = shortened("imitation", **settings, **few)
     train(config, tmp_path / "run", progress=False)
@@ -120,7 +126,7 @@ def test_returns_forget_neither_ends_nor_what_was_not_seen():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"imitation.expert": "nobody"}, "imitation.expert 'nobody' is unknown; known: uncapped"),
+        ({"imitation.expert": "nobody"}, "imitation.expert 'nobody' is unknown or needs other knobs; known: uncapped"),
         ({"imitation.expert": "energy-matched cap"}, "is unknown"),
         ({"imitation.expert": None}, "imitation has settings but no expert"),
         ({"train.algorithm": "recurrent_ppo"}, "imitation goes with algorithms without memory"),

@@ -65,8 +65,8 @@ def test_the_page_is_made_from_finished_pieces_and_says_what_is_missing(results,
     text, rows = make(results, tmp_path, minutes=0.0)
     assert not rows
     assert "- tiny: 0 of 2 seeds are trained" in text
-    assert "- rega, all: static cap, feed-forward + PI (no time)" in text
-    assert "- peak_event, v100: static cap, feed-forward + PI (no time)" in text
+    assert "- rega, all: every controller (no time)" in text
+    assert "- peak_event, v100: every controller (no time)" in text
 
     text, rows = make(results, tmp_path)
     assert "Everything planned was run." in text

@@ -46,7 +46,7 @@ def test_a_study_trains_its_trials_and_writes_a_configuration_that_is_ready_to_t
     assert len(list(trial.glob("*-seed?/best/policy.zip"))) == 3
     # The same command has nothing left to do, and says the same.
     assert tune("--trials", 1, "--jobs", 3) == 0
-    assert capsys.readouterr().out.splitlines()[-4:] == out.splitlines()[-4:]
+    assert capsys.readouterr().out.splitlines() == out.splitlines()[1:]
     assert len(list(Path("runs/s").iterdir())) == 1
 
 
