@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,7 +66,7 @@ class Configurations:
         """Positions of the knobs beside the limit that ask for a configuration per job, each `(B, J)`."""
         spec = self._task.spec
 
-        def pick(values: np.ndarray) -> np.ndarray:
+        def pick(values: NDArray[Any]) -> NDArray[Any]:
             return np.take_along_axis(values, chosen[..., None], axis=2)[..., 0]
 
         command = Command(spec.max_limit_w, pick(self._micro), pick(self._active), pick(self._duty), self._steps)

@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from wattgym.envs.plant import FloatArray, PlantSpec
+from wattgym.envs.plant import FloatArray, IntArray, PlantSpec
 
 Split = Literal["proportional", "optimal"]
 """`proportional`: one position in every job's limit range. `optimal`: where another watt trains most."""
@@ -103,7 +103,7 @@ class SiteModel:
         slope: FloatArray = (self._lookup(table, high) - self._lookup(table, low)) / (high - low)
         return slope
 
-    def _interval(self, position: FloatArray) -> tuple[np.ndarray, FloatArray]:
+    def _interval(self, position: FloatArray) -> tuple[IntArray, FloatArray]:
         grid = self.grid
         index = np.clip(np.searchsorted(grid, position, side="right") - 1, 0, grid.size - 2)
         return index, np.clip((position - grid[index]) / (grid[index + 1] - grid[index]), 0.0, 1.0)
@@ -112,7 +112,7 @@ class SiteModel:
         found = [np.interp(power, table, self.grid) for power, table in zip(power_w, site_w, strict=True)]
         return np.repeat(np.array(found)[:, None], self.power_w.shape[1], axis=1)
 
-    def _best_order(self) -> np.ndarray:
+    def _best_order(self) -> IntArray:
         """Indices of all steps of a site's jobs, most throughput per watt first, shape `(B, J * (K - 1))`."""
         from scipy.optimize import isotonic_regression
 

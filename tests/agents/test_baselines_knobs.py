@@ -1,5 +1,9 @@
 """Controllers that set more than the power limit, and the oracle."""
 
+import importlib.util
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -220,3 +224,22 @@ def test_baselines_say_which_knobs_they_need():
     config = PowerShapingConfig.model_validate({"site": {"jobs": 1}})
     with pytest.raises(UserError, match="'pause/resume' cannot be tuned here"):
         tune_baselines(config, budget=1, scenarios=1, seed=0, command="x", names=["pause/resume"])
+
+
+def test_the_benchmark_compares_at_equal_targets(tmp_path):
+    path = Path(__file__).parents[2] / "benchmarks" / "throughput_band.py"
+    found = importlib.util.spec_from_file_location("throughput_band", path)
+    benchmark = importlib.util.module_from_spec(found)
+    sys.modules["throughput_band"] = benchmark
+    try:
+        found.loader.exec_module(benchmark)
+        points = benchmark.band([0.5], range(1000, 1003), 200.0)
+        benchmark.plot(points, tmp_path / "band.png")
+    finally:
+        del sys.modules["throughput_band"]
+    capped, same_order, free = points
+    assert [p.level for p in points] == [0.5] * 3
+    assert capped.gain == 0.0
+    assert 0.0 < same_order.gain < free.gain
+    assert all(0.93 < p.power < 1.05 for p in points)
+    assert (tmp_path / "band.png").stat().st_size > 5000
