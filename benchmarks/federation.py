@@ -1,6 +1,6 @@
 """Time to a target loss of site selectors on live federations: real training, emulated power, network and clock.
 
-    python benchmarks/federation.py [--bundle FOLDER] [--seeds 5] [--rounds 400] [--out runs/federation_benchmark]
+    python benchmarks/federation.py [--bundle FOLDER] [--seeds 5] [--alpha 0.3] [--out runs/federation_benchmark]
 
 Every seed draws a federation of eight sites (held-out places and weeks, capacities, boards, a Dirichlet split of eight
 task families) that all selectors meet with the same model and data order. Communication takes most of a round
@@ -43,7 +43,6 @@ SITES = 8
 SPLIT = "test"
 TIME_LIMIT_S = 7200.0
 """Emulated time after which a run that has not reached the target is given up; it counts as this long."""
-SPLIT_OF_DATA = {"kind": "dirichlet", "alpha": 0.3}
 REFERENCE = "PowerTrip predicted"
 SELECTORS = ("all sites", "nearest-only top k", "power-only top k", "random k", "PowerTrip measured", REFERENCE)
 LEARNED = "learned policy"
@@ -57,6 +56,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5, help="federations")
     parser.add_argument("--rounds", type=int, default=400, help="rounds at most")
     parser.add_argument("--target", type=float, default=2.2, help="target loss, nats")
+    parser.add_argument("--alpha", type=float, default=0.3, help="concentration of the split: 100 is near IID")
     parser.add_argument("--out", type=Path, default=Path("runs/federation_benchmark"), help="folder of all runs")
     options = parser.parse_args()
     env = read_families(SCENARIO)
@@ -73,14 +73,17 @@ def main() -> None:
     result = federated_result(runs, {"command": " ".join(sys.argv)}, REFERENCE, baselines)
     report = write_federated_report(result, options.out)
     print_summary(result.summary, Console(width=160), METRICS)
-    print(f"{options.seeds} federations of {SITES} sites, target loss {options.target:g}; report: {report}")
+    print(
+        f"{options.seeds} federations of {SITES} sites, Dirichlet {options.alpha:g}, target loss {options.target:g}; "
+        f"report: {report}"
+    )
 
 
 def play(
     scenario: SiteSelectionConfig, name: str, policy: str, seed: int, options: argparse.Namespace
 ) -> SelectionEpisode:
     """One run; a finished one is replayed from its log, without training."""
-    config = federation(scenario, seed, options.target)
+    config = federation(scenario, seed, options.target, options.alpha)
     folder = options.out / f"seed{seed}" / name.replace(" ", "_")
     begun = folder.is_dir()
     if begun and RunFolder.open(folder).info.status == "finished":
@@ -111,7 +114,7 @@ def tuned(policy: str) -> Selector:
     return live_selector(policy, load_tuned_selectors().of(FAMILY).get(policy))
 
 
-def federation(scenario: SiteSelectionConfig, seed: int, target_loss: float) -> FederationConfig:
+def federation(scenario: SiteSelectionConfig, seed: int, target_loss: float, alpha: float) -> FederationConfig:
     """The federation of a seed."""
     rng = np.random.default_rng([seed, 20])
     network = scenario.network.model_copy(update={"split": SPLIT})
@@ -135,6 +138,7 @@ def federation(scenario: SiteSelectionConfig, seed: int, target_loss: float) -> 
         "goal": {"target_loss": target_loss, "time_limit_s": TIME_LIMIT_S},
         "reward": scenario.reward.model_dump(),
     }
+    split = {"kind": "dirichlet", "alpha": alpha}
     power: PowerConfig = scenario.power.model_copy(update={"split": SPLIT})
     config = FederationConfig.model_validate(
         {
@@ -145,7 +149,7 @@ def federation(scenario: SiteSelectionConfig, seed: int, target_loss: float) -> 
                 "source": "tasks",
                 "records": 1600,
                 "max_tokens": 64,
-                "split": {"kind": "dirichlet", "alpha": 0.3},
+                "split": split,
             },
             "lora": {"rank": 8, "alpha": 16, "targets": "all-linear"},
             "optimiser": {"learning_rate": 4e-3},
