@@ -65,7 +65,8 @@ class SiteModel:
 
     def slope_throughput(self, position: FloatArray) -> FloatArray:
         """Site throughput per unit of each job's position, shape `(B, J)`."""
-        return self._slope(self.throughput, position) * self.weight
+        slope: FloatArray = self._slope(self.throughput, position) * self.weight
+        return slope
 
     def positions(self, power_w: FloatArray, gain: FloatArray | None = None) -> FloatArray:
         """Positions at which the site draws a power.
