@@ -93,7 +93,8 @@ class UcbBandit:
         progress = (observation[:, self._throughput].astype(np.float64) + 1.0) / 2.0
         throughput = (progress * self._weight).sum(axis=1)
         error = self._observed.error(observation)
-        return reward_terms(self._task.config.reward, error, throughput, np.zeros_like(error)).sum(axis=0)
+        reward: FloatArray = reward_terms(self._task.config.reward, error, throughput, np.zeros_like(error)).sum(axis=0)
+        return reward
 
     def _pull_ends(self) -> None:
         settings = self._settings

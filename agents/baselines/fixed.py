@@ -10,7 +10,7 @@ from wattgym.agents.baselines.settings import Range
 from wattgym.agents.controller import Observed
 from wattgym.config import FrozenModel
 from wattgym.envs.knob_actions import position_of
-from wattgym.envs.knobs import Command
+from wattgym.envs.knobs import Command, KnobName
 from wattgym.envs.plant import FloatArray
 from wattgym.envs.shaping import ControlTask
 
@@ -55,7 +55,7 @@ class ZeusFixed:
         best = cost.reshape(*cost.shape[:2], -1).argmin(axis=2)
         row, limit = np.divmod(best, cost.shape[3])
         self._position = spec.limit_grid[limit]
-        self._knobs = {}
+        self._knobs: dict[KnobName, FloatArray] = {}
         if table is not None and several:
             sizes = np.take_along_axis(table.micro_batch, row[..., None], axis=2)[..., 0]
             command = Command(spec.max_limit_w, micro_batch=sizes)

@@ -11,7 +11,7 @@ from wattgym.agents.baselines.settings import Range
 from wattgym.agents.controller import ObservedPower
 from wattgym.config import FrozenModel
 from wattgym.envs.knob_actions import fewest_active, position_of
-from wattgym.envs.knobs import Command
+from wattgym.envs.knobs import Command, KnobName
 from wattgym.envs.plant import FloatArray
 from wattgym.envs.shaping import ControlTask
 
@@ -78,6 +78,8 @@ class GpuCount:
         more = (np.cumsum(cost, axis=1) - cost / 2.0 <= left_w) & np.take_along_axis(exact > active, order, axis=1)
         np.put_along_axis(active, order, np.take_along_axis(active, order, axis=1) + more, axis=1)
         command = Command(spec.max_limit_w, active_gpus=active.astype(np.int64))
-        positions = {"active_gpus": position_of(self._task.config.knob_rules, "active_gpus", command, spec)}
+        positions: dict[KnobName, FloatArray] = {
+            "active_gpus": position_of(self._task.config.knob_rules, "active_gpus", command, spec)
+        }
         ones = np.ones_like(exact)
         return self._task.action_for(ones, seen.feed_forward(observation), seen.limits(observation), positions)

@@ -11,7 +11,7 @@ from wattgym.agents.baselines.settings import Range
 from wattgym.agents.controller import ObservedPower
 from wattgym.config import FrozenModel
 from wattgym.envs.knob_actions import position_of
-from wattgym.envs.knobs import Command
+from wattgym.envs.knobs import Command, KnobName
 from wattgym.envs.plant import FloatArray
 from wattgym.envs.shaping import ControlTask
 
@@ -80,7 +80,9 @@ class PauseResume:
         self._duty = np.where(change[:, None], duty, self._duty)
         self._running_w = np.where(change, wanted_w, self._running_w)
         command = Command(spec.max_limit_w, duty=self._duty)
-        positions = {"duty_cycle": position_of(self._task.config.knob_rules, "duty_cycle", command, spec)}
+        positions: dict[KnobName, FloatArray] = {
+            "duty_cycle": position_of(self._task.config.knob_rules, "duty_cycle", command, spec)
+        }
         ones = np.ones_like(duty)
         return self._task.action_for(ones, seen.feed_forward(observation), seen.limits(observation), positions)
 
@@ -91,6 +93,6 @@ class PauseResume:
         span = (1.0 - self._lowest) * self._span_w[:, order]
         left = power_w - (self._idle_w + self._lowest * self._span_w).sum(axis=1)
         share = np.clip((left[:, None] - (np.cumsum(span, axis=1) - span)) / np.maximum(span, 1e-9), 0.0, 1.0)
-        duty = np.empty_like(share)
+        duty: FloatArray = np.empty_like(share)
         duty[:, order] = self._lowest + (1.0 - self._lowest) * share
         return duty

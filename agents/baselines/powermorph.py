@@ -109,6 +109,8 @@ class PowerMorph:
         self._window = max(math.ceil(task.config.site.knobs.step_s / period_s - 1e-9), 1)
         batch, jobs = task.spec.n_gpus.shape
         self._gain = self._ratio = np.ones((batch, jobs))
+        self._follows: NDArray[np.bool_] = np.ones((batch, jobs), dtype=np.bool_)
+        self._sensed_w: FloatArray = np.zeros((batch, jobs))
         self._turn = np.full((batch, jobs), 0.5)
         self._chosen = np.zeros((batch, jobs), dtype=np.int64)
         self._dips, self._lasting = np.full(batch, _FIRST_DIPS), np.full(batch, _FIRST_DIPS * settings.fill)
@@ -181,8 +183,6 @@ class PowerMorph:
         self._positions = table.knob_positions(self._chosen)
         shifted = (np.clip(self._plan + shift, 0.0, 1.0) for shift in _SHIFTS)
         self._curve_w = np.stack([power_at(x, self._power_w, table.grid) for x in shifted], axis=2)
-        if self._tick == 0:
-            self._follows, self._sensed_w = np.ones_like(self._gain, dtype=np.bool_), np.zeros_like(self._gain)
 
     def _trimmed(self, observation: NDArray[np.float32], power_w: FloatArray) -> FloatArray:
         """Positions at which the site draws a power: the plan's, all shifted alike."""
@@ -192,4 +192,5 @@ class PowerMorph:
         budget_w = power_w - self._task.spec.host_w - others_w.sum(axis=1)
         curves = (self._curve_w * (gain * self._follows)[..., None]).sum(axis=1)
         shift = np.array([np.interp(b, curve, _SHIFTS) for b, curve in zip(budget_w, curves, strict=True)])
-        return np.clip(self._plan + shift[:, None], 0.0, 1.0)
+        position: FloatArray = np.clip(self._plan + shift[:, None], 0.0, 1.0)
+        return position
