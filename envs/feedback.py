@@ -76,8 +76,8 @@ class IdentifiedModel:
         low, high = (np.take_along_axis(site, above - k, axis=1)[:, 0] for k in (1, 0))
         share = np.clip((target_w - low) / np.maximum(high - low, 1e-9), 0.0, 1.0)
         grid, above = self._spec.limit_grid, above[:, 0]
-        position: FloatArray = grid[above - 1] + share * (grid[above] - grid[above - 1])
-        return position
+        common: FloatArray = grid[above - 1] + share * (grid[above] - grid[above - 1])
+        return common
 
 
 class FeedbackLoop:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from wattgym.agents.baselines import load_tuned
 from wattgym.agents.scoring import REGULATION
 from wattgym.envs.plant import FloatArray
 from wattgym.metrics.statistics import Estimate, bootstrap, paired_difference
@@ -133,7 +134,7 @@ def render(families: tuple[str, ...], references: tuple[str, ...], scenarios: in
 
 
 def _head(scenarios: int, results: Results) -> list[str]:
-    git, versions = git_state(), installed_versions()
+    git, versions, tuned = git_state(), installed_versions(), load_tuned()
     commit = f"{git.commit[:12]}{' with local changes' if git.dirty else ''}" if git else "unknown"
     made = shlex.join(["python", *(Path(a).name if i == 0 else a for i, a in enumerate(sys.argv))])
     learned = [f"- **{name}**: {text}" for name, text in results.budgets.items()]
@@ -154,6 +155,7 @@ def _head(scenarios: int, results: Results) -> list[str]:
         "",
         *(learned or ["- none trained"]),
         "",
+        f"Baselines are tuned with {tuned.budget} settings on {tuned.scenarios} training scenarios each.",
         "A residual *without learning* is what it is added to. [training.md](training.md#what-limits-a-policy) says "
         "what limits them.",
     ]
@@ -161,6 +163,8 @@ def _head(scenarios: int, results: Results) -> list[str]:
 
 def _verdicts(families: tuple[str, ...], references: Sequence[str], names: list[str], results: Results) -> list[str]:
     """Paired differences in the objective and its parts, over all regulation families together."""
+    if not families:
+        return ["No regulation signal was planned."]
     rows = []
     for name in (*results.budgets, *(other for other in references[1:] if other in names)):
         own = [base for base in names if base == f"{name} without learning"]

@@ -91,6 +91,7 @@ def test_the_page_is_made_from_finished_pieces_and_says_what_is_missing(results,
     monkeypatch.setattr(results, "Stage", None)
     again, _ = make(results, tmp_path)
     assert again.partition("## ")[2] == text.partition("## ")[2]
+    assert "No regulation signal was planned." in make(results, tmp_path, families="peak_event")[0]
     with pytest.raises(TypeError):
         make(results, tmp_path, scenarios=2)
 
