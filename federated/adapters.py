@@ -25,7 +25,9 @@ def to_bytes(adapter: Adapter) -> bytes:
     """An adapter as safetensors; equal adapters give equal bytes."""
     from safetensors.numpy import save
 
-    data: bytes = save({name: np.ascontiguousarray(adapter[name]) for name in sorted(adapter)}, metadata={"format": "pt"})
+    data: bytes = save(
+        {name: np.ascontiguousarray(adapter[name]) for name in sorted(adapter)}, metadata={"format": "pt"}
+    )
     return data
 
 
