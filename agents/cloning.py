@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -132,7 +132,8 @@ def _play(
         stop: Looked at between steps.
         bar: Progress.
     """
-    observation = batch.reset()
+    # Its spaces are boxes, so observations are arrays.
+    observation = cast("NDArray[np.float32]", batch.reset())
     _begin(expert, batch)
     seen, told, rewards, ends, square = [], [], [], [], 0.0
     for _ in range(steps):
@@ -146,7 +147,8 @@ def _play(
         seen.append(observation)
         told.append(wanted)
         played = np.clip(mine + rng.normal(0.0, WANDER, mine.shape), -1.0, 1.0) if alone else wanted
-        observation, reward, done, _ = batch.step(played.astype(np.float32))
+        following, reward, done, _ = batch.step(played.astype(np.float32))
+        observation = cast("NDArray[np.float32]", following)
         wrapper._update_reward(reward)
         rewards.append(reward)
         ends.append(bool(done[0]))

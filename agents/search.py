@@ -90,9 +90,9 @@ def search(
 
     if seeds < LEAST_SEEDS:
         raise UserError(f"seeds must be at least {LEAST_SEEDS}, got {seeds}: fewer choose the luckiest seed")
-    for name, value in (("trials", trials), ("jobs", jobs)):
-        if value < 1:
-            raise UserError(f"{name} must be at least 1, got {value}")
+    for name, number in (("trials", trials), ("jobs", jobs)):
+        if number < 1:
+            raise UserError(f"{name} must be at least 1, got {number}")
     check_ranges(config)
     study = _study(Path(study_file), config, seeds)
     base = config.model_dump(mode="json") | {"search": {}}

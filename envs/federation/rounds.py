@@ -125,7 +125,7 @@ class RoundModel:
             compute_s = np.where(compute_s > deadline, np.inf, compute_s)
             busy = np.minimum(busy, deadline)
             counted = chosen & ~late & ~lost
-            rows = (late | lost).any(axis=1).nonzero()[0]
+            rows = np.nonzero((late | lost).any(axis=1))[0]
             stop = np.where(lost, moment.lost_after_s, deadline)[rows]
             energy_j = need_j.copy()
             drawn = self._energy(federation, moment, stop, need_j, rows)
@@ -171,9 +171,9 @@ class RoundModel:
             missing = np.subtract.accumulate(np.insert(power * STEP_S, 0, need, axis=1), axis=1)
             done = (missing[:, :-1] <= power * STEP_S) & (begun[:, :-1] < self._rounds.deadline_s)
             through = done.any(axis=1)
-            k, last = through.nonzero()[0], done.argmax(axis=1)[through]
+            k, last = np.nonzero(through)[0], done.argmax(axis=1)[through]
             seconds[row[k], site[k]] = begun[k, last] + missing[k, last] / np.maximum(power[k, last], _NEVER)
-            k = (~through & (begun[:, -1] < self._rounds.deadline_s)).nonzero()[0]
+            k = np.nonzero(~through & (begun[:, -1] < self._rounds.deadline_s))[0]
             row, site, step = row[k], site[k], step[k] + samples
             need, elapsed, samples = missing[k, -1], begun[k, -1], 2 * samples
         return seconds
