@@ -133,7 +133,7 @@ def test_a_round_reaches_each_site_with_its_own_assignment_and_bits_survive(grid
 def test_a_late_site_holds_nobody_up_and_its_answer_is_never_fetched(grid, sites):
     sites["b"].hold.clear()
     engine = FlowerEngine(grid, poll_s=0.01)
-    engine.members()
+    wait_until(lambda: set(engine.members()) == {"a", "b"})
     first = engine.exchange(requests("a", "b"), 2.0)
     assert isinstance(first["a"][0], TrainReply)
     assert first["b"][0].fate is Fate.LATE
@@ -159,9 +159,17 @@ def test_failed_lost_and_unknown_sites_are_answers_not_exceptions(grid, sites):
 def test_a_node_that_vanishes_in_a_round_is_lost_and_counts_again_when_back(grid, sites):
     sites["b"].hold.clear()
     engine = FlowerEngine(grid, poll_s=0.01)
-    engine.members()
-    threading.Timer(0.2, grid.leave, [sites["b"].key]).start()
+    wait_until(lambda: set(engine.members()) == {"a", "b"})
+
+    def leave_once_asked():
+        key = sites["b"].key
+        wait_until(lambda: any(m.metadata.dst_node_id == key and m.metadata.group_id for m in [*grid.sent.values()]))
+        grid.leave(key)
+
+    leaver = threading.Thread(target=leave_once_asked)
+    leaver.start()
     answers = engine.exchange(requests("a", "b"), 60.0)
+    leaver.join()
     assert isinstance(answers["a"][0], TrainReply)
     assert answers["b"][0] == SiteFailure(Fate.LOST, "Node Unavailable")
     assert set(engine.members()) == {"a"}
@@ -174,7 +182,7 @@ def test_a_node_that_vanishes_in_a_round_is_lost_and_counts_again_when_back(grid
 def test_a_restarted_trainer_says_again_who_it_is(grid, sites, tmp_path, monkeypatch):
     monkeypatch.setattr(engine_module, "ASK_AGAIN_S", 0.0)
     engine = FlowerEngine(grid, poll_s=0.01)
-    engine.members()
+    wait_until(lambda: set(engine.members()) == {"a", "b"})
     sites["b"].stop()
     assert engine.exchange(requests("b"), 60.0)["b"][0].fate is Fate.LOST
     assert set(engine.members()) == {"a"}
@@ -201,7 +209,7 @@ def test_a_node_that_lost_a_question_is_asked_again(grid, sites, monkeypatch):
 def test_two_nodes_with_one_name(grid, sites, tmp_path, monkeypatch):
     monkeypatch.setattr(engine_module, "ASK_AGAIN_S", 0.0)
     engine = FlowerEngine(grid, poll_s=0.01)
-    engine.members()
+    wait_until(lambda: set(engine.members()) == {"a", "b"})
     (tmp_path / "other").mkdir()
     impostor = Site(tmp_path / "other", "a")
     impostor.pid = 3000
@@ -220,7 +228,7 @@ def test_two_nodes_with_one_name(grid, sites, tmp_path, monkeypatch):
 
 def test_evaluation_goes_to_another_site_when_one_cannot(grid, sites):
     engine = FlowerEngine(grid, poll_s=0.01)
-    engine.members()
+    wait_until(lambda: set(engine.members()) == {"a", "b"})
     sites["a"].fault = "no memory"
     assert engine.evaluate(ADAPTER, 60.0).loss == 15.0
     sites["b"].fault = "neither"
@@ -229,7 +237,7 @@ def test_evaluation_goes_to_another_site_when_one_cannot(grid, sites):
 
 def test_a_reply_of_something_else_is_rejected(grid, sites, monkeypatch):
     engine = FlowerEngine(grid, poll_s=0.01)
-    engine.members()
+    wait_until(lambda: set(engine.members()) == {"a", "b"})
     monkeypatch.setattr(
         sites["a"], "answer", lambda header, body: ({"kind": "reply", "run_id": "run"}, to_bytes(ADAPTER))
     )
@@ -243,8 +251,9 @@ def test_a_node_without_a_site_says_how_to_start_it():
 
 def test_simulated_nodes_take_the_sites_in_order(tmp_path):
     for name in ("b", "a"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "site.sock").touch()
+        (tmp_path / name / "job").mkdir(parents=True)
+    (tmp_path / "b" / "site.sock").touch()  # the trainer of `a` is away, and its node stays its node
+    (tmp_path / "aflower").mkdir()
     context = Context(7, 5, {"partition-id": 1, "num-partitions": 2}, RecordDict(), {"site-folders": str(tmp_path)}, 0)
     assert site_socket(context) == tmp_path / "b" / "site.sock"
     context.node_config["partition-id"] = 2
