@@ -17,7 +17,7 @@ from flwr.clientapp import ClientApp
 from wattgym.errors import UserError
 from wattgym.federated.flower.records import pack, unpack
 from wattgym.federated.messages import Adapter, Evaluation, Fate, SiteFailure, TrainReply
-from wattgym.federated.site.client import SOCKET_FILE, SiteClient
+from wattgym.federated.site.client import JOB_FOLDER, SOCKET_FILE, SiteClient
 from wattgym.federated.site.wire import evaluation_header, failure_header, info_header, reply_header, request_from
 
 Answer = tuple[dict[str, Any], Adapter | None]
@@ -78,6 +78,7 @@ def site_socket(context: Context) -> Path:
 
     On a SuperNode it is `socket` of `--node-config`. Flower's simulation has no node configuration but numbers its
     nodes: there the run configuration's `site-folders` names the folder of the sites' folders, taken in order of name.
+    A folder counts from its trainer's first start on, so that no node changes its site when a trainer goes.
 
     Raises:
         UserError: Neither names a site.
@@ -86,8 +87,8 @@ def site_socket(context: Context) -> Path:
         return Path(str(path))
     folder, number = context.run_config.get("site-folders"), context.node_config.get("partition-id")
     if folder and number is not None:
-        sockets = sorted(Path(str(folder)).glob(f"*/{SOCKET_FILE}"))
-        if int(number) < len(sockets):
-            return sockets[int(number)]
-        raise UserError(f"{folder}: {len(sockets)} sites, none for node {number}")
+        sites = sorted(job.parent for job in Path(str(folder)).glob(f"*/{JOB_FOLDER}"))
+        if int(number) < len(sites):
+            return sites[int(number)] / SOCKET_FILE
+        raise UserError(f"{folder}: {len(sites)} sites, none for node {number}")
     raise UserError("this node has no site: start the SuperNode with --node-config 'socket=\"/path/of/site.sock\"'")

@@ -13,7 +13,7 @@ from wattgym.config import load_config
 from wattgym.errors import UserError
 from wattgym.federated.config import FederationConfig
 from wattgym.federated.partition import Partition
-from wattgym.federated.site.holder import JOB_FOLDER
+from wattgym.federated.site.client import JOB_FOLDER
 from wattgym.live.folder import is_locked, prepare_folder
 from wattgym.live.handle import offline_environment
 from wattgym.live.models import check_available

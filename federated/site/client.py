@@ -24,7 +24,10 @@ from wattgym.federated.site.wire import (
 )
 
 SOCKET_FILE = "site.sock"
-"""Name of the socket in a site's folder."""
+"""Name of the socket in a site's folder; it is there while the trainer is."""
+
+JOB_FOLDER = "job"
+"""Name of the trainer's run folder in a site's folder; it stays."""
 
 
 class SiteClient:

@@ -19,9 +19,6 @@ from wattgym.federated.config import FederationConfig
 from wattgym.files import atomic_write_json
 from wattgym.live.channel import Channel, Knobs
 
-JOB_FOLDER = "job"
-"""The training's run folder in that of its site."""
-
 POWER_LOG = "power.log"
 _CONFIG = "power.json"
 _ANSWER_S = 10.0

@@ -32,7 +32,8 @@ from wattgym.envs.shaping import PowerShaping
 from wattgym.errors import UserError
 from wattgym.federated.config import FederationConfig
 from wattgym.federated.power import AvailablePower
-from wattgym.federated.site.holder import JOB_FOLDER, PowerReading, as_line
+from wattgym.federated.site.client import JOB_FOLDER
+from wattgym.federated.site.holder import PowerReading, as_line
 from wattgym.federated.site.shaping import ShapingPlan, live_config
 from wattgym.federated.site.ticks import POWER_TICKS, PowerTicks
 from wattgym.live.channel import Knobs

@@ -51,7 +51,8 @@ def send(connection: socket.socket, header: Mapping[str, Any], body: bytes = b""
     """
     text = json.dumps(_plain(header), allow_nan=False).encode("utf-8")
     connection.sendall(_FRAME.pack(_MAGIC, len(text), len(body)) + text)
-    connection.sendall(body)
+    if body:  # Nothing more to a peer that may have answered and gone by now would be a broken pipe.
+        connection.sendall(body)
 
 
 def receive(connection: socket.socket) -> tuple[dict[str, Any], bytes]:

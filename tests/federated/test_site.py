@@ -204,6 +204,22 @@ class TestWire:
         assert (header["t"], found) == (text, body)
         assert header["n"] == (number if np.isfinite(number) else None)
 
+    def test_an_answer_may_come_before_the_question_has_returned(self):
+        here, there = socket.socketpair()
+
+        class Preempted:
+            """Loses the processor after each call, so that the other side has answered and gone before the next."""
+
+            def sendall(self, data):
+                here.sendall(data)
+                with there:
+                    wire.receive(there)
+                    wire.send(there, {"kind": "answer"})
+
+        with here:
+            wire.send(Preempted(), {"kind": "question"})
+            assert wire.receive(here) == ({"kind": "answer"}, b"")
+
     def test_messages_survive_the_wire(self):
         asked = replace(request(4), link_s=(0.25, 0.5), assignment=Assignment(3, 0.1, 200.0))
         again = wire.request_from(wire.request_header(asked), asked.adapter)
