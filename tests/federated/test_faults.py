@@ -192,6 +192,33 @@ def test_answers_that_must_not_count(engine, pair, tmp_path, fault, reason):
     assert all(outcome.fate is Fate.COUNTED for outcome in outcomes.values())
 
 
+RELAY = """
+    import sys
+    from wattgym.federated.adapters import initial
+    from wattgym.federated.messages import Assignment, TrainRequest
+    from wattgym.federated.site.client import SiteClient
+
+    site = SiteClient(sys.argv[1])
+    request = TrainRequest("relayed", 1, initial(site.info().shapes, 5), Assignment(local_steps=80))
+    reply = site.train(request, 120.0)
+    assert "torch" not in sys.modules and "peft" not in sys.modules
+    print(reply.metrics.steps)
+"""
+
+
+def test_a_relay_that_is_killed_in_a_round(engine):
+    """The site trains on; the next relay that asks for the same gets the answer, and nothing is trained twice."""
+    client = engine._sites["a"].client
+    command = [sys.executable, "-c", textwrap.dedent(RELAY), str(client.path)]
+    before = client.status()["steps"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as relay:
+        wait_until(lambda: client.status()["state"] == "training")
+        relay.kill()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert (done.returncode, done.stdout) == (0, "80\n"), done.stderr
+    assert client.status()["steps"] == before + 80
+
+
 def test_a_second_process_of_a_site_is_refused(engine):
     folder = engine.folder
     command = [sys.executable, "-m", "wattgym.federated.site", "--federation", str(folder / CONFIG_FILE)]
