@@ -24,6 +24,174 @@ from wattgym.federated.site.client import SOCKET_FILE, SiteClient
 
 pytestmark = pytest.mark.slow
 
+RELAY = """
+    # Stands between the aggregator and a site, and spoils what the site answers.
+    import socket, sys
+    import numpy as np
+    from wattgym.federated.adapters import from_bytes, to_bytes
+    from wattgym.federated.site import wire
+
+    own, site, fault = sys.argv[1:]
+    kept = {}
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(own)
+        listener.listen()
+        while True:
+            client, _ = listener.accept()
+            with client, socket.socket(socket.AF_UNIX) as there:
+                there.connect(site)
+                wire.send(there, *wire.receive(client))
+                header, body = wire.receive(there)
+                if header["kind"] == "reply":
+                    adapter = from_bytes(body)
+                    name = sorted(adapter)[0]
+                    if fault == "nan":
+                        adapter[name].flat[3] = np.nan
+                    elif fault == "shape":
+                        adapter[name] = adapter[name][:1]
+                    elif fault == "large":
+                        adapter = {key: array * np.float32(1000) for key, array in adapter.items()}
+                    elif fault == "twin":
+                        header["site"] = "a"
+                    elif fault == "replay":
+                        header, adapter = kept.setdefault("first", (header, adapter))
+                    body = to_bytes(adapter)
+                elif header["kind"] == "info" and fault == "twin":
+                    header["info"]["name"] = "a"
+                wire.send(client, header, body)
+"""
+
+
+def wait_until(done, timeout_s=240.0):
+    until_s = time.monotonic() + timeout_s
+    while not done():
+        assert time.monotonic() < until_s
+        time.sleep(0.02)
+
+
+def processes_of(folder):
+    """Processes whose command line names a folder."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (entry / "cmdline").read_bytes().decode("utf-8", "replace")
+            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+            if str(folder) in words and state != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.fixture(scope="module")
+def config(federation):
+    return federation()
+
+
+@pytest.fixture(scope="module")
+def engine(config, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("faults")
+    with ProcessEngine(config, folder) as made:
+        wait_until(lambda: len(made.members()) == 3)
+        made.folder = folder
+        yield made
+    assert processes_of(folder) == []
+
+
+class Run:
+    """A federation over the faulty engine, beside one over an engine in which the faulty site was never chosen."""
+
+    def __init__(self, config, engine):
+        self.run = Federation(config, engine)
+        self.clean = Federation(config, InProcessEngine(config))
+
+    def play(self, names="abc", clean="abc", steps=2, deadline_s=120.0):
+        def assigned(federation, chosen):
+            return {name: federation.assignment(local_steps=steps) for name in chosen}
+
+        record = self.run.run_round(assigned(self.run, names), deadline_s)
+        self.clean.run_round(assigned(self.clean, clean))
+        assert digest(self.run.adapter) == digest(self.clean.adapter)
+        return {outcome.site: outcome for outcome in record.outcomes}, record
+
+
+@pytest.fixture
+def pair(config, engine):
+    return Run(config, engine)
+
+
+def while_training(engine, name, act):
+    """Does something to a site as soon as it trains."""
+
+    def watch():
+        wait_until(lambda: engine._sites[name].client.status()["state"] == "training")
+        act()
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    return thread
+
+
+def test_a_site_that_is_killed_in_a_round(engine, pair):
+    pair.play()
+    killer = while_training(engine, "c", lambda: os.kill(engine.pids["c"], signal.SIGKILL))
+    outcomes, record = pair.play(clean="ab", steps=60)
+    killer.join()
+    assert (outcomes["c"].fate, outcomes["c"].reason) == (Fate.LOST, "its process was killed by SIGKILL")
+    assert {outcomes["a"].fate, outcomes["b"].fate} == {Fate.COUNTED}
+    assert record.round == 2
+    wait_until(lambda: "c" in engine.members())  # started again
+    outcomes, record = pair.play()
+    assert (outcomes["c"].fate, record.round) == (Fate.COUNTED, 3)
+
+
+def test_a_site_that_hangs(engine, pair):
+    pid = engine.pids["b"]
+    stopper = while_training(engine, "b", lambda: os.kill(pid, signal.SIGSTOP))
+    try:
+        outcomes, record = pair.play(clean="ac", steps=60, deadline_s=10.0)
+        stopper.join()
+        assert (outcomes["b"].fate, record.round) == (Fate.LATE, 1)
+        outcomes, record = pair.play(names="ac", clean="ac")
+        assert record.round == 2
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    # It goes on with a round that nobody wants any more, gives that up when asked for another, and counts again.
+    outcomes, record = pair.play()
+    assert (outcomes["b"].fate, record.round) == (Fate.COUNTED, 3)
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("nan", "no finite number"),
+        ("shape", "has shape"),
+        ("large", "is plausible in 2 steps"),
+        ("twin", "the answer is that of site 'a', not 'c'"),
+        ("replay", "the answer is that of round 1, not 2"),
+    ],
+)
+def test_answers_that_must_not_count(engine, pair, tmp_path, fault, reason):
+    site = engine._sites["c"]
+    honest = site.client
+    relay = tmp_path / "relay.sock"
+    command = [sys.executable, "-c", textwrap.dedent(RELAY), str(relay), str(honest.path), fault]
+    with subprocess.Popen(command) as process:
+        try:
+            wait_until(relay.exists)
+            site.client = SiteClient(relay)
+            if fault == "replay":
+                pair.play()  # an honest round, which is then played back
+            outcomes, record = pair.play(clean="ab")
+        finally:
+            site.client = honest
+            process.kill()
+    assert outcomes["c"].fate is Fate.REJECTED
+    assert reason in outcomes["c"].reason
+    assert {outcomes["a"].fate, outcomes["b"].fate} == {Fate.COUNTED}
+    assert record.round == pair.run.round
+    outcomes, _ = pair.play(names="ab", clean="ab")
+    assert all(outcome.fate is Fate.COUNTED for outcome in outcomes.values())
+
+
 def test_a_second_process_of_a_site_is_refused(engine):
     folder = engine.folder
     command = [sys.executable, "-m", "wattgym.federated.site", "--federation", str(folder / CONFIG_FILE)]
