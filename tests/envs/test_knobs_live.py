@@ -79,10 +79,11 @@ def held(plant, command, periods=2):
 )
 def test_a_real_job_takes_a_setting_up_and_its_boards_draw_what_it_says(plant, setting):
     steps = plant.job_status[0].steps
-    power, _ = held(plant, whole(plant, **setting))
+    # With a duty below one, the edges of the periods cut a work or a pause short: more of them, not a wider bound.
+    periods = 8 if 0.0 < setting.get("duty", 1.0) < 1.0 else 2
+    power, _ = held(plant, whole(plant, **setting), periods)
     expected, _ = plant.spec.response(whole(plant, **setting))
-    # With a duty below one, the edges of two periods cut a work or a pause short.
-    assert power == pytest.approx(expected[0, 0], rel=0.08 if 0.0 < setting.get("duty", 1.0) < 1.0 else 0.03)
+    assert power == pytest.approx(expected[0, 0], rel=0.03)
     assert plant.ticks.failed_commands == 0
     if setting.get("duty") == 0.0:
         before = plant.job_status[0].samples
@@ -102,15 +103,15 @@ def test_a_setting_that_the_job_cannot_have_is_refused_before_anything_moves(pla
 
 
 def test_a_live_plant_is_profiled(plant):
-    plan = ProfilePlan(limits=2, repeats=2, settle_s=0.5, dwell_s=1.0, duties=(0.5,), active_shares=(0.5,))
+    plan = ProfilePlan(limits=2, repeats=2, settle_s=0.5, dwell_s=4.0, duties=(0.5,), active_shares=(0.5,))
     sweep = Sweep(plant, ("active_gpus", "duty_cycle"), plan)
     assert list(sweep.run())[-1] == sweep.visits
     found = table(sweep.rows)
     assert len(found) == 2 + 1 + 1
     (job,) = fitted_jobs(plant.profiles, found)
-    # The board's idle power with a context, told by the duty of one half: 2 P(1/2) - P(1), so that a step that the edge
-    # of a visit of one second cuts (some per cent of 365 W) counts twice.
-    assert job.knobs.idle_w == pytest.approx(110.0, abs=40.0)
+    # The board's idle power with a context, told by the duty of one half: 2 P(1/2) - P(1), so that what the edges of a
+    # visit cut counts twice, and visits must be long beside a step.
+    assert job.knobs.idle_w == pytest.approx(110.0, rel=0.1)
     assert job.power_w[-1] == pytest.approx(620.0, rel=0.03)
 
 
