@@ -21,6 +21,9 @@ from wattgym.envs.reward import reward_terms
 from wattgym.errors import UserError
 from wattgym.signals import Signal, draw_signal, named_signal, signal_from_trace, target_w
 
+MIN_BAND = 0.01
+"""Least share of full power between a site's floor and full power: what a power meter can tell apart."""
+
 
 @dataclass(frozen=True, eq=False)
 class ControlTask:
@@ -354,6 +357,11 @@ def _offered(
     for b, signal in enumerate(signals):
         offer = settings.offer(signal.family)
         band = full[b] - floor[b]
+        if band < MIN_BAND * full[b]:
+            raise UserError(
+                f"limits move the power of site {b} by {band:.0f} W of {full[b]:.0f} W, too little to follow a signal "
+                f"with; at least {MIN_BAND:.0%} are needed: choose cap-sensitive surfaces (site.surfaces)"
+            )
         base[b] = floor[b] + offer.base * band
         capacity[b] = offer.capacity * (band if offer.of == "band" else base[b])
         short = max(

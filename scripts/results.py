@@ -36,7 +36,7 @@ from wattgym.agents.scoring import scenario_metrics
 from wattgym.agents.seeds import SUMMARY, group_runs, train_seeds
 from wattgym.config import FrozenModel, load_config, read_yaml
 from wattgym.envs.config import PowerShapingConfig
-from wattgym.envs.emulator.surfaces import load_surfaces
+from wattgym.envs.emulator.surfaces import surface_library
 from wattgym.envs.plant import FloatArray
 from wattgym.envs.shaping import ControlTask
 from wattgym.errors import UserError
@@ -168,7 +168,7 @@ def _evaluate(
         f"{name}: needs {' and '.join(needs(name))}, the sites here have limits alone" for name in lacking
     ]
     names = tuple(name for name in names if name not in lacking)
-    surfaces = [surface for surface in load_surfaces() if surface.split == "test"]
+    surfaces = surface_library().select(split="test", cap_sensitive=True)
     gpus = plan.gpus if plan.gpus is not None else (ALL, *sorted({surface.gpu for surface in surfaces}))
     skipped: dict[str, list[str]] = {}
     refused: dict[str, list[str]] = {}

@@ -9,6 +9,9 @@ from scipy import sparse
 
 from wattgym.envs.plant import FloatArray
 
+_ROUNDING = 1e-6
+"""Capacities by which a bound may pass the other where both are sums of the same powers."""
+
 
 class TrackingProgram:
     """Commands over a horizon that track targets, train much and move little.
@@ -79,7 +82,14 @@ class TrackingProgram:
 
         Returns:
             Commands, shape `(B, N)`; the last command where the solver finds nothing.
+
+        Raises:
+            ValueError: A site's bounds contradict each other; the sites of a batch are one program, so all would hang.
         """
+        feasible = (low <= high + _ROUNDING) & (rise >= 0.0)
+        if not feasible.all():
+            raise ValueError(f"sites {np.flatnonzero(~feasible)}: no command satisfies their bounds")
+        low = np.minimum(low, high)
         n, batch = self._horizon, self._batch
         a, b = share[:, None], 1.0 - share[:, None]
         last_column = self._column == n - 1

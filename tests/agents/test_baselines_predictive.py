@@ -171,3 +171,11 @@ def test_a_site_in_a_batch_is_steered_as_alone():
     # The solver stops for all sites at once, within its tolerance.
     np.testing.assert_allclose(together.limit[1], alone.limit[0], atol=0.02)
     np.testing.assert_array_equal(arena.run(make_tunable("MPC", {}), [3, 4]).limit, together.limit)
+
+
+def test_bounds_that_contradict_each_other_are_no_plan():
+    """All sites are one program: what no command satisfies at one must not silently hold the others where they are."""
+    program, p = TrackingProgram(2, 3), problem(2, 3, seed=4)
+    for name, value in (("low", 1.0), ("low", np.nan), ("rise", -0.1)):
+        with pytest.raises(ValueError, match=r"sites \[1\]"):
+            program.solve(**{**p, name: np.array([p[name][0], value])})

@@ -11,6 +11,7 @@ from stable_baselines3.common.env_checker import check_env as check_env_sb3
 
 import wattgym.envs  # noqa: F401 (registers the ids)
 from wattgym.envs.config import OFFERS, PowerShapingConfig
+from wattgym.envs.emulator.surfaces import load_surfaces
 from wattgym.envs.power_shaping import PowerShapingEnv
 from wattgym.envs.reward import BAND, TERMS
 from wattgym.errors import UserError
@@ -319,3 +320,15 @@ def test_signals_that_do_not_fit_are_refused_and_no_episode_begins(signal, episo
         env.reset(seed=0)
     with pytest.raises(RuntimeError, match="call reset first"):
         env.step(np.zeros(4))
+
+
+IMMOVABLE = [s.id for s in load_surfaces() if not s.cap_sensitive and s.power_w[-1] < s.power_w[0]]
+
+
+@pytest.mark.parametrize("infeasible", ["refuse", "track"])
+@pytest.mark.parametrize("surface", IMMOVABLE[::8])
+def test_a_site_whose_limits_move_nothing_offers_nothing(surface, infeasible):
+    """Jobs far below their limits draw what they draw: noise in a table must not become a capacity, or one below 0."""
+    env = PowerShapingEnv({"site": {"surfaces": [surface]}, "signal": {"infeasible": infeasible}})
+    with pytest.raises(UserError, match=r"limits move the power of site 0 by -?\d+ W of \d+ W.*cap-sensitive surfaces"):
+        env.reset(seed=0)
