@@ -159,7 +159,7 @@ def write_reports(
 def _first(rollout: Rollout, length: int) -> Rollout:
     from dataclasses import replace
 
-    names = ("signal", "target_w", "power_w", "throughput", "reward", "limit", "changed")
+    names = ("signal", "target_w", "power_w", "throughput", "reward", "limit", "knobs", "changed")
     return replace(rollout, **{name: getattr(rollout, name)[:, :length] for name in names})
 
 

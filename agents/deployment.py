@@ -16,6 +16,7 @@ from wattgym.agents.fallback import FallbackController
 from wattgym.agents.rollout import INTERVENTIONS, Rollout
 from wattgym.envs.config import PowerShapingConfig
 from wattgym.envs.live.plant import LivePlant
+from wattgym.envs.plant import FloatArray
 from wattgym.envs.reward import TERMS
 from wattgym.envs.shaping import Outcome, PowerShaping
 from wattgym.errors import UserError
@@ -160,6 +161,7 @@ class LiveRun:
         self._start_s = time.monotonic()
         self._recent: deque[tuple[float, int]] = deque([(0.0, self._tokens())])
         self._terms = np.zeros((self.env.ticks, len(TERMS)))
+        self._knobs: list[FloatArray] = []
         self._scored: tuple[int, float | None] = (0, None)
         started(self)
         done = False
@@ -207,10 +209,12 @@ class LiveRun:
             reward=series("reward"),
             terms={name: self._terms[: len(self.ticks), i].mean(keepdims=True) for i, name in enumerate(TERMS)},
             limit=(limits - low) / np.maximum(high - low, 1e-9),
+            knobs=np.stack(self._knobs, axis=1)[:, source],
             changed=((series("decisions").astype(np.int64) & INTERVENTIONS) != 0).astype(np.float64),
             base_w=task.base_w,
             capacity_w=task.capacity_w,
             families=tuple(signal.family for signal in shaping.signals),
+            shortfall_w=task.shortfall_w,
         )
 
     def _tokens(self) -> int:
@@ -229,6 +233,7 @@ class LiveRun:
         if isinstance(self.controller, FallbackController):
             reason, fallbacks = str(self.controller.reasons[0] or ""), self.controller.total
         self._terms[len(self.ticks)] = outcome.terms[:, 0]
+        self._knobs.append(self._shaping.knob_positions)
         number, capacity_w = telemetry.tick, float(self._shaping.task.capacity_w[0])
         error = (float(outcome.power_w[0]) - float(outcome.target_w[0])) / capacity_w
         before_n = len(self.ticks)

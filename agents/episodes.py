@@ -114,7 +114,14 @@ METRICS: Mapping[str, Metric] = {
             "Actuations",
             "1/h",
             "lower",
-            "Changes of the power cap by more than 1 % of its range, per hour and job.",
+            "Changes of the power cap, and of other knobs, by more than 1 % of their range, per hour and job.",
+        ),
+        Metric(
+            "shortfall_w",
+            "Out of reach",
+            "W",
+            "lower",
+            "Mean power by which the offered targets leave the feasible band, to which they were cut for everybody.",
         ),
         Metric(
             "guard_interventions_per_h",

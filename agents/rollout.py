@@ -34,10 +34,13 @@ class Rollout:
         reward: Reward.
         terms: Mean reward terms over the episode by name, each `(B,)`.
         limit: Limits in force as positions in their range, shape `(B, T, J)`.
+        knobs: Other enabled knobs in force as positions, shape `(B, T, J, K)`.
         changed: Whether the command rules intervened in that period.
         base_w: Declared base, shape `(B,)`, W.
         capacity_w: Offered capacity, shape `(B,)`, W.
         families: Signal family of each scenario.
+        shortfall_w: Mean power by which the offered targets left the feasible band before they were cut to it, shape
+            `(B,)`, W; None where such offers are refused.
     """
 
     period_s: float
@@ -48,10 +51,12 @@ class Rollout:
     reward: FloatArray
     terms: dict[str, FloatArray]
     limit: FloatArray
+    knobs: FloatArray
     changed: FloatArray
     base_w: FloatArray
     capacity_w: FloatArray
     families: tuple[str, ...]
+    shortfall_w: FloatArray | None = None
 
     @property
     def response(self) -> FloatArray:
@@ -100,6 +105,7 @@ class Arena:
         batch, ticks, jobs = len(seeds), self.config.ticks, shaping.layout.jobs
         power, throughput, reward = (np.empty((batch, ticks)) for _ in range(3))
         limit = np.empty((batch, ticks, jobs))
+        knobs = np.empty((batch, ticks, *shaping.knob_positions.shape[1:]))
         changed = np.empty((batch, ticks))
         terms = np.zeros((len(TERMS), batch))
         span = np.maximum(task.spec.max_limit_w - task.spec.min_limit_w, 1e-9)
@@ -109,6 +115,7 @@ class Arena:
             power[:, k], throughput[:, k], reward[:, k] = outcome.power_w, outcome.throughput, outcome.reward
             terms += outcome.terms
             limit[:, k] = (outcome.telemetry.limit_w - task.spec.min_limit_w) / span
+            knobs[:, k] = shaping.knob_positions
             changed[:, k] = ((outcome.telemetry.decisions & INTERVENTIONS) != 0).any(axis=1)
         return Rollout(
             period_s=self.config.period_s,
@@ -119,8 +126,10 @@ class Arena:
             reward=reward,
             terms={name: terms[i] / ticks for i, name in enumerate(TERMS)},
             limit=limit,
+            knobs=knobs,
             changed=changed,
             base_w=task.base_w,
             capacity_w=task.capacity_w,
             families=tuple(signal.family for signal in shaping.signals),
+            shortfall_w=task.shortfall_w,
         )

@@ -32,7 +32,8 @@ def scenario_metrics(
     error = (rollout.power_w - rollout.target_w) / rollout.capacity_w[:, None]
     size = np.abs(error)
     energy_kwh = rollout.power_w.mean(axis=1) / 1000.0 * hours
-    actuations = actuations_per_hour(rollout.limit.swapaxes(1, 2), period_s=rollout.period_s, range_w=1.0)
+    settings = np.concatenate([rollout.limit[..., None], rollout.knobs], axis=3)  # Time goes last, knobs are summed.
+    actuations = actuations_per_hour(np.moveaxis(settings, 1, 3), period_s=rollout.period_s, range_w=1.0).sum(axis=2)
     metrics = {
         **(_regulation(rollout, variant) if variant is not None else {}),
         "nrmse": np.sqrt((error**2).mean(axis=1)),
@@ -44,6 +45,8 @@ def scenario_metrics(
         "guard_interventions_per_h": rollout.changed.sum(axis=1) / hours,
         "reward_mean": rollout.reward.mean(axis=1),
     }
+    if rollout.shortfall_w is not None:
+        metrics["shortfall_w"] = rollout.shortfall_w
     if uncapped is not None:
         retained = _ratio(rollout.throughput.sum(axis=1), uncapped.throughput.sum(axis=1))
         metrics["throughput_retained"] = retained

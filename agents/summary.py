@@ -28,6 +28,7 @@ KEY_METRICS: Mapping[Problem, tuple[str, ...]] = {
         "energy_per_token_relative",
         "actuations_per_h_per_job",
         "guard_interventions_per_h",
+        "shortfall_w",
     ),
     "site_selection": (
         "time_to_target_s",

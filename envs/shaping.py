@@ -36,8 +36,8 @@ class ControlTask:
         base_w: Declared base power, shape `(B,)`, W.
         capacity_w: Offered capacity, shape `(B,)`, W.
         loop: What actions are added to where they are `residual_pi`.
-        shortfall_w: Mean power by which the offered targets leave the feasible band, shape `(B,)`, W; None where all
-            of them lie within.
+        shortfall_w: Mean power by which the offered targets leave the feasible band, shape `(B,)`, W; None where
+            such offers are refused.
     """
 
     spec: PlantSpec
@@ -198,7 +198,8 @@ class PowerShaping:
         self._tick = 0
         if config.action.kind == "residual":
             self._feed_forward = common_limit(spec, self.targets_w)
-        task = ControlTask(spec, self.layout, config, base, capacity, shortfall_w=shortfall)
+        tracked = shortfall if config.signal.infeasible == "track" else None
+        task = ControlTask(spec, self.layout, config, base, capacity, shortfall_w=tracked)
         if (gains := config.action.gains) is not None:
             task = replace(task, loop=FeedbackLoop(gains, task.limit_per_error))
             self._identified = IdentifiedModel(gains.identify, spec) if gains.identify > 0.0 else None
@@ -291,6 +292,12 @@ class PowerShaping:
         centre = self._feed_forward[:, self._tick, None] if loop is None else loop.position[:, None]
         return spec.min_limit_w + (centre + settings.scale * action) * self._range
 
+    @property
+    def knob_positions(self) -> FloatArray:
+        """Setting in force of each enabled knob beside the limit, as positions, shape `(B, J, K)`."""
+        shown = [] if self._settings is None else list(self._settings.seen.values())
+        return np.stack(shown, axis=2) if shown else np.empty((*self._range.shape, 0))
+
     def _observe(self, telemetry: Telemetry) -> NDArray[np.float32]:
         """The observation at a period's end; a loop that actions are added to acts on what it shows."""
         observation = self._builder.build(telemetry)
@@ -337,14 +344,13 @@ def configured_signal(config: PowerShapingConfig) -> Signal:
     return signal if signal.family in OFFERS else replace(signal, family="recorded")
 
 
-def _within(targets_w: FloatArray, low_w: FloatArray, high_w: FloatArray) -> tuple[FloatArray, FloatArray | None]:
-    """Targets held to the feasible band, and by how much they left it, shape `(B,)`, W; None if they did not."""
+def _within(targets_w: FloatArray, low_w: FloatArray, high_w: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Targets held to the feasible band, and by how much they left it on average, shape `(B,)`, W."""
     held = np.clip(targets_w, low_w[:, None], high_w[:, None])
     shortfall = np.abs(targets_w - held).mean(axis=1)
     # What rounding alone makes of a target at the band's edge is left as it is.
-    if (shortfall <= 1e-6 * high_w).all():
-        return targets_w, None
-    return held, shortfall
+    cut = shortfall > 1e-6 * high_w
+    return np.where(cut[:, None], held, targets_w), np.where(cut, shortfall, 0.0)
 
 
 def _offered(

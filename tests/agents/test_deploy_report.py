@@ -23,7 +23,7 @@ class Run:
     def __init__(self, name, ticks=None):
         self.record = Arena(CONFIG).run(make_baseline(name), [1]) if name else None
         if ticks is not None:
-            cut = ("signal", "target_w", "power_w", "throughput", "reward", "limit", "changed")
+            cut = ("signal", "target_w", "power_w", "throughput", "reward", "limit", "knobs", "changed")
             self.record = replace(self.record, **{key: getattr(self.record, key)[:, :ticks] for key in cut})
 
     def rollout(self):

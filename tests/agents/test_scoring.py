@@ -23,7 +23,8 @@ def rollout(power_w, target_w, throughput, limit, *, base_w=1000.0, capacity_w=1
         "throughput": np.broadcast_to(np.asarray(throughput, dtype=float), power.shape),
         "reward": np.zeros_like(power),
         "terms": {},
-        "limit": np.asarray(limit, dtype=float).reshape(power.shape[0], power.shape[1], -1),
+        "limit": (positions := np.asarray(limit, dtype=float).reshape(power.shape[0], power.shape[1], -1)),
+        "knobs": np.empty((*positions.shape, 0)),
         "changed": np.zeros_like(power),
         "base_w": np.full(power.shape[0], base_w),
         "capacity_w": np.full(power.shape[0], capacity_w),
@@ -61,8 +62,19 @@ def test_every_metric_by_hand():
     assert metrics["actuations_per_h_per_job"] == pytest.approx((2 + 1) / 2)
     assert metrics["guard_interventions_per_h"] == 2.0
     assert metrics["reward_mean"] == pytest.approx(0.1)
+    assert "shortfall_w" not in metrics
     # Following the sun is no regulation service.
     assert math.isnan(metrics["pjm_composite"])
+
+
+def test_every_knob_is_an_actuator_and_what_is_out_of_reach_is_told():
+    # The limit moves once; of the first job's two knobs one moves twice, the other by less than 1 %; the second rests.
+    first, second = [[1.0, 0.5], [0.5, 0.5], [0.5, 0.505], [1.0, 0.5]], np.ones((4, 2))
+    knobs = np.stack([first, second], axis=1)[None]
+    ours = rollout([900] * 4, 900, 1.0, [[1.0, 1.0], [1.0, 0.8], [1.0, 0.8], [1.0, 0.8]], knobs=knobs)
+    assert scenario_metrics(ours, None)["actuations_per_h_per_job"] == pytest.approx([(2 + 1) / 2])
+    cut = rollout([900] * 4, 900, 1.0, np.ones((4, 2)), shortfall_w=np.array([12.5]))
+    assert scenario_metrics(cut, None)["shortfall_w"] == [12.5]
 
 
 def test_uncapped_against_itself_is_one():

@@ -19,7 +19,6 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
-from scipy.signal import lfilter
 
 from wattgym.config import FrozenModel
 from wattgym.errors import UserError
@@ -46,6 +45,8 @@ class SyntheticRegdOptions(FrozenModel):
 @lru_cache(maxsize=32)
 def _filter(options: SyntheticRegdOptions) -> tuple[NDArray[np.float64], NDArray[np.float64], float, int]:
     """Numerator, denominator, standard deviation for unit white noise, and settling length in samples."""
+    from scipy.signal import lfilter
+
     smooth = np.exp(-GRID_S / options.smooth_s)
     slow = np.exp(-GRID_S / options.neutral_s)
     denominator = np.convolve(np.convolve([1.0, -smooth], [1.0, -smooth]), [1.0, -slow])
@@ -63,6 +64,8 @@ def synthetic_regd(
     Raises:
         UserError: `split` is not `train`: controllers are evaluated on recorded signals only.
     """
+    from scipy.signal import lfilter  # Half a second: every command imports this module, few generate signals.
+
     if split != "train":
         raise UserError(f"synthetic_regd is for training only; split '{split}' needs a recorded family such as regd")
     times = tick_times(duration_s, period_s)
