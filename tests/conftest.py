@@ -23,10 +23,27 @@ MARK = "WATTGYM_TESTED_BY"
 PATIENCE_S = 30.0
 
 
+LONGEST_FIRST = (
+    "test_flower_deployment.py",
+    "test_readme.py",
+    "test_knobs_live.py",
+    "test_gap.py",
+    "test_train_seeds_cli.py",
+    "test_job.py",
+    "test_faults.py",
+    "test_deploy_cli.py",
+    "test_train_cli.py",
+    "test_ranks.py",
+    "test_results_script.py",
+    "test_engines.py",
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests come first, so that of several test processes none sits idle while another ends."""
+    """The longest files come first, then those with slow tests: no test process is left with a long one at the end."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    rank = {name: place for place, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: (rank.get(item.path.name, len(rank)), item.path not in slow))
 
 
 def started_by_tests(mark: str) -> list[str]:
