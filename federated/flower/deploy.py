@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +26,27 @@ from wattgym.federated.flower.keeper import MARK, ProcessFamily
 
 HOST = "127.0.0.1"
 READY_S = 300.0
+RESTART_S = 10.0
+"""A SuperNode that has ended is started again, at most so often."""
+
+# What a SuperNode's log says when the SuperLink has let it in, or refuses it because its predecessor, if that was
+# killed, counts as online until 60 s after its last heartbeat.
+_LET_IN, _TAKEN = b"SuperNode ID: ", b"[code: 2004]"
+
+
+@dataclass(frozen=True)
+class _Node:
+    """A SuperNode's process and port, when it was started, and how long its log was then."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+    log: Path
+    started_s: float
+    log_bytes: int
+
+    def said(self, what: bytes) -> bool:
+        """Whether it has."""
+        return what in self.log.read_bytes()[self.log_bytes :]
 
 
 class Loopback:
@@ -66,7 +88,7 @@ class Loopback:
         self.control = Control(f"{HOST}:{self._port}", credentials.ca_certificate, folder)
         self.family = ProcessFamily()
         self.control.environment[MARK] = self.family.mark
-        self._nodes: dict[str, subprocess.Popen[bytes]] = {}
+        self._nodes: dict[str, _Node] = {}
 
     def start(self) -> None:
         """Starts the SuperLink, lets the sites' keys in and starts the SuperNodes.
@@ -91,34 +113,32 @@ class Loopback:
         self.control.check()
         self.control.register({site: self._credentials.site_public_key(site) for site in self._sites})
         for site in self._sites:
-            self.start_node(site)
+            self._start_node(site)
+        until_s = time.monotonic() + READY_S
+        while waiting := [site for site in self._sites if not self.is_let_in(site)]:
+            for site in waiting:
+                self._check_node(site, time.monotonic() >= until_s)
+            self.revive()
+            time.sleep(0.1)
 
-    def start_node(self, site: str) -> None:
-        """Starts a site's SuperNode, for the first time or again.
+    def revive(self) -> None:
+        """Starts SuperNodes again that have ended; to be called every second or so.
 
-        Raises:
-            UserError: It does not start.
+        A SuperLink refuses a node as long as a predecessor that was killed counts as online, and the node ends: it is
+        started again and again until it is let in.
         """
-        port = free_port()
-        log = self._folder / f"supernode-{site}.log"
-        node = self.family.start(
-            [
-                _program("flower-supernode"),
-                *("--superlink", self.control.address),
-                *("--root-certificates", str(self._credentials.ca_certificate)),
-                *("--auth-supernode-private-key", str(self._credentials.site_key(site))),
-                *("--host", HOST, "--port", str(port)),
-                *("--node-config", f"socket='{self._sites[site]}'"),
-            ],
-            log,
-            environment(self._folder / "nodes" / site),  # Nodes would unpack the app over each other.
-        )
-        self._nodes[site] = node
-        _wait_for_port(port, node, f"SuperNode of site '{site}'", log)
+        for site, node in list(self._nodes.items()):
+            if node.process.poll() is not None and time.monotonic() >= node.started_s + RESTART_S:
+                self._start_node(site)
+
+    def is_let_in(self, site: str) -> bool:
+        """Whether a site's SuperNode is there and the SuperLink has let it in."""
+        node = self._nodes[site]
+        return node.process.poll() is None and node.said(_LET_IN)
 
     def node_pid(self, site: str) -> int:
         """Process of a site's SuperNode."""
-        return self._nodes[site].pid
+        return self._nodes[site].process.pid
 
     def close(self) -> None:
         """Ends every process and waits for it; safe to call twice."""
@@ -138,6 +158,34 @@ class Loopback:
     ) -> None:
         """Ends every process."""
         self.close()
+
+    def _check_node(self, site: str, too_late: bool) -> None:
+        """Raises if a SuperNode that the SuperLink has not let in will not be, or it is too late."""
+        node = self._nodes[site]
+        if node.process.poll() is not None and not (node.said(_LET_IN) or node.said(_TAKEN)):
+            said = last_line(node.log.read_text(errors="replace"))
+            raise UserError(f"SuperNode of site '{site}' did not start: {said} (see {node.log})")
+        if too_late:
+            raise UserError(f"SuperNode of site '{site}' is not let in after {READY_S:g} s (see {node.log})")
+
+    def _start_node(self, site: str) -> None:
+        taken = {node.port for node in self._nodes.values()}  # It may be a while until they are listened on.
+        port = next(port for port in iter(free_port, 0) if port not in taken)
+        log = self._folder / f"supernode-{site}.log"
+        log_bytes = log.stat().st_size if log.exists() else 0
+        process = self.family.start(
+            [
+                _program("flower-supernode"),
+                *("--superlink", self.control.address),
+                *("--root-certificates", str(self._credentials.ca_certificate)),
+                *("--auth-supernode-private-key", str(self._credentials.site_key(site))),
+                *("--host", HOST, "--port", str(port)),
+                *("--node-config", f"socket='{self._sites[site]}'"),
+            ],
+            log,
+            environment(self._folder / "nodes" / site),  # Nodes would unpack the app over each other.
+        )
+        self._nodes[site] = _Node(process, port, log, time.monotonic(), log_bytes)
 
 
 def run_loopback(
@@ -164,7 +212,12 @@ def run_loopback(
         UserError: Something is wrong with what was given, or the run failed, with the server app's own message.
     """
     with Loopback(sites, folder, port, credentials) as loopback:
-        loopback.control.run(config, show, watch)
+
+        def keep() -> None:
+            loopback.revive()
+            watch()
+
+        loopback.control.run(config, show, keep)
 
 
 def run_remote(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from flwr.app import Message, MessageType, RecordDict
+from flwr.app import Message, MessageType
 from flwr.serverapp import Grid
 
 from wattgym.errors import UserError
@@ -25,11 +25,16 @@ ASK_AGAIN_S = 5.0
 MOST_PATIENCE_S = 240.0
 TIMING_FILE = "flower.jsonl"
 
+# A message outlives its deadline by this, s: what its sender takes for late must not come back as unavailable before.
+_AFTER_DEADLINE_S: Final = 10.0
+
 # Numbers of `flwr.common.constant.ErrorCode`: a message or its reply is no longer there, the node sends no heartbeat.
 _LOST_CODES: Final = frozenset({3, 4, 5})
+# The relay's process has stopped responding; the trainer has not.
+_RELAY_CODE: Final = 8
 
-Answer = tuple[dict[str, Any], Adapter]
-"""A reply's header and adapter."""
+Content = tuple[dict[str, Any], Adapter]
+"""A message's header and adapter."""
 
 _log = logging.getLogger(__name__)
 
@@ -116,12 +121,9 @@ class FlowerEngine(Engine):
     ) -> Mapping[str, tuple[TrainReply | SiteFailure, float]]:
         """Sends every site its request and waits until all have answered, failed or the deadline has passed.
 
-        An answer that is late is never fetched, and the SuperLink drops it: the messages' time to live is the deadline.
+        An answer that is late is never fetched, and the SuperLink drops it soon after the deadline.
         """
-        contents = {
-            site: pack({**request_header(request), "timeout_s": deadline_s}, request.adapter)
-            for site, request in requests.items()
-        }
+        contents = {site: (request_header(request), request.adapter) for site, request in requests.items()}
         number = next((request.round for request in requests.values()), 0)
         answers: dict[str, tuple[TrainReply | SiteFailure, float]] = {}
         for site, (answer, seconds) in self._send(MessageType.TRAIN, contents, deadline_s, number).items():
@@ -137,8 +139,7 @@ class FlowerEngine(Engine):
             left_s = until_s - time.monotonic()
             if left_s <= 0:
                 break
-            content = pack({"kind": "evaluate", "timeout_s": left_s}, adapter)
-            answer, _ = self._send(MessageType.EVALUATE, {site: content}, left_s)[site]
+            answer, _ = self._send(MessageType.EVALUATE, {site: ({"kind": "evaluate"}, adapter)}, left_s)[site]
             found = answer if isinstance(answer, SiteFailure) else _evaluation(answer[0])
             if isinstance(found, Evaluation):
                 return found
@@ -148,36 +149,41 @@ class FlowerEngine(Engine):
         """Nothing to end: grid, nodes and trainers belong to others."""
 
     def _send(
-        self, kind: str, contents: Mapping[str, RecordDict], deadline_s: float, number: int = 0
-    ) -> dict[str, tuple[Answer | SiteFailure, float]]:
-        """Pushes one message a site and polls for the replies."""
+        self, kind: str, contents: Mapping[str, Content], deadline_s: float, number: int = 0
+    ) -> dict[str, tuple[Content | SiteFailure, float]]:
+        """Pushes one message a site and polls for the replies.
+
+        A message whose relay has died is sent again as long as there is time: the trainer has kept its answer.
+        """
         begin_s = time.monotonic()
-        nodes = {node.info.name: key for key, node in self._nodes.items() if node.info is not None}
-        answers: dict[str, tuple[Answer | SiteFailure, float]] = {
-            site: (SiteFailure(Fate.LOST, "the site is not connected"), 0.0) for site in contents if site not in nodes
-        }
-        sites = [site for site in contents if site in nodes]
-        messages = [
-            Message(contents[site], nodes[site], kind, ttl=deadline_s, group_id=str(number) if number else None)
-            for site in sites
-        ]
+        until_s = begin_s + deadline_s
+        answers: dict[str, tuple[Content | SiteFailure, float]] = {}
         waiting: dict[str, str] = {}
-        for site, message_id in zip(sites, self._push(messages), strict=True):
-            if message_id is None:
-                answers[site] = (SiteFailure(Fate.LOST, "the SuperLink did not take the message"), 0.0)
-            else:
-                waiting[message_id] = site
+
+        def post(sites: Iterable[str]) -> None:
+            posted, failed = self._post(kind, {site: contents[site] for site in sites}, until_s, number)
+            waiting.update(posted)
+            answers.update({site: (failure, 0.0) for site, failure in failed.items()})
+
+        post(contents)
         push_s = time.monotonic() - begin_s
         while waiting:
             asked_s = time.monotonic()
+            again = []
             for reply in self._grid.pull_messages(list(waiting)):
-                site_or_none = waiting.pop(reply.metadata.reply_to_message_id, None)
-                if site_or_none is not None:
-                    now_s = time.monotonic()
-                    answers[site_or_none] = (self._read(site_or_none, reply), now_s - begin_s)
-                    timing = Timing(kind, number, site_or_none, now_s - begin_s, push_s, now_s - asked_s, float("nan"))
-                    self._note(timing, answers[site_or_none][0])
-            left_s = begin_s + deadline_s - time.monotonic()
+                site = waiting.pop(reply.metadata.reply_to_message_id, None)
+                now_s = time.monotonic()
+                if site is None:
+                    continue
+                if reply.has_error() and reply.error.code == _RELAY_CODE and now_s < until_s:
+                    _log.warning("site '%s': its relay died; asked again", site)
+                    again.append(site)
+                    continue
+                answers[site] = (self._read(site, reply), now_s - begin_s)
+                timing = Timing(kind, number, site, now_s - begin_s, push_s, now_s - asked_s, float("nan"))
+                self._note(timing, answers[site][0])
+            post(again)
+            left_s = until_s - time.monotonic()
             if left_s <= 0:
                 break
             if waiting:
@@ -186,17 +192,47 @@ class FlowerEngine(Engine):
             answers[site] = (SiteFailure(Fate.LATE, f"no answer within {deadline_s:g} s"), deadline_s)
         return answers
 
+    def _post(
+        self, kind: str, contents: Mapping[str, Content], until_s: float, number: int
+    ) -> tuple[dict[str, str], dict[str, SiteFailure]]:
+        """Pushes messages that are answered by `until_s`.
+
+        Returns:
+            Sites by the number of their message, and the failures of those that could not be sent one.
+        """
+        nodes = {node.info.name: key for key, node in self._nodes.items() if node.info is not None}
+        failed = {site: SiteFailure(Fate.LOST, "the site is not connected") for site in contents if site not in nodes}
+        sites = [site for site in contents if site in nodes]
+        left_s = max(until_s - time.monotonic(), 0.0)
+        messages = [
+            Message(
+                pack({**header, "timeout_s": left_s}, adapter),
+                nodes[site],
+                kind,
+                ttl=left_s + _AFTER_DEADLINE_S,
+                group_id=str(number) if number else None,
+            )
+            for site, (header, adapter) in ((site, contents[site]) for site in sites)
+        ]
+        posted = {}
+        for site, message_id in zip(sites, self._push(messages), strict=True):
+            if message_id is None:
+                failed[site] = SiteFailure(Fate.LOST, "the SuperLink did not take the message")
+            else:
+                posted[message_id] = site
+        return posted, failed
+
     def _push(self, messages: list[Message]) -> list[str | None]:
         """Ids of the messages in order, None for those that the SuperLink refused."""
         ids: list[str | None] = list(self._grid.push_messages(messages)) if messages else []
         return ids if len(ids) == len(messages) else [None] * len(messages)
 
-    def _read(self, site: str, reply: Message) -> Answer | SiteFailure:
+    def _read(self, site: str, reply: Message) -> Content | SiteFailure:
         """A reply's content, or what its failure means; a site that is lost must say again who it is."""
         if reply.has_error():
             lost = reply.error.code in _LOST_CODES
             reason = " ".join((reply.error.reason or "no reason given").split())
-            answer: Answer | SiteFailure = SiteFailure(Fate.LOST if lost else Fate.FAILED, reason)
+            answer: Content | SiteFailure = SiteFailure(Fate.LOST if lost else Fate.FAILED, reason)
         else:
             try:
                 header, adapter = unpack(reply.content)
@@ -263,7 +299,7 @@ class FlowerEngine(Engine):
                 other.info = None
         node.info, node.patience_s = info, JOIN_S
 
-    def _note(self, timing: Timing, answer: Answer | SiteFailure) -> None:
+    def _note(self, timing: Timing, answer: Content | SiteFailure) -> None:
         """Adds a line to the timing file."""
         if self._timing is not None:
             relay_s = float("nan") if isinstance(answer, SiteFailure) else float(answer[0].get("relay_s", "nan"))

@@ -83,6 +83,9 @@ class ProcessFamily:
                 process.poll()
             time.sleep(0.05)
         end(self.mark, self._grace_s)  # Nobody is left, unless the keeper itself was killed.
+        for process in self._started:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(self._grace_s)
 
     def __enter__(self) -> Self:
         """Itself."""

@@ -112,7 +112,8 @@ def flower_grid():  # noqa: C901 - a class that exists only where Flower is inst
         def pull_messages(self, message_ids):
             found = []
             for identifier in message_ids:
-                if identifier in self.pulled:
+                metadata = self.sent[identifier].metadata
+                if identifier in self.pulled or time.time() > metadata.created_at + metadata.ttl:
                     found.append(Message(Error(3, "Message Unavailable"), reply_to=self.sent[identifier]))
                 elif identifier in self.ready:
                     self.pulled.append(identifier)

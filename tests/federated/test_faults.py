@@ -18,7 +18,7 @@ from wattgym.errors import UserError
 from wattgym.federated.adapters import digest
 from wattgym.federated.federation import Federation
 from wattgym.federated.in_process import InProcessEngine
-from wattgym.federated.messages import Fate
+from wattgym.federated.messages import Fate, TrainReply, TrainRequest
 from wattgym.federated.processes import CONFIG_FILE, ProcessEngine
 from wattgym.federated.site.client import SOCKET_FILE, SiteClient
 
@@ -40,7 +40,9 @@ RELAY = """
             client, _ = listener.accept()
             with client, socket.socket(socket.AF_UNIX) as there:
                 there.connect(site)
-                wire.send(there, *wire.receive(client))
+                header, body = wire.receive(client)
+                wire.send(there, header, body)
+                print(header["kind"], flush=True)
                 header, body = wire.receive(there)
                 if header["kind"] == "reply":
                     adapter = from_bytes(body)
@@ -103,11 +105,18 @@ class Run:
         self.run = Federation(config, engine)
         self.clean = Federation(config, InProcessEngine(config))
 
-    def play(self, names="abc", clean="abc", steps=2, deadline_s=120.0):
+    def play(self, names="abc", clean="abc", unheard="", steps=2, deadline_s=120.0):
+        """One round in both; `unheard` train in the clean one too, but what they answer counts for nothing."""
+
         def assigned(federation, chosen):
             return {name: federation.assignment(local_steps=steps) for name in chosen}
 
         record = self.run.run_round(assigned(self.run, names), deadline_s)
+        for name in unheard:
+            assignment = self.clean.assignment(local_steps=steps)
+            request = TrainRequest(self.clean.run_id, self.clean.round + 1, self.clean.adapter, assignment)
+            answers = self.clean.engine.exchange({name: request}, deadline_s)
+            assert isinstance(answers[name][0], TrainReply)
         self.clean.run_round(assigned(self.clean, clean))
         assert digest(self.run.adapter) == digest(self.clean.adapter)
         return {outcome.site: outcome for outcome in record.outcomes}, record
@@ -159,6 +168,50 @@ def test_a_site_that_hangs(engine, pair):
     assert (outcomes["b"].fate, record.round) == (Fate.COUNTED, 3)
 
 
+@contextlib.contextmanager
+def relayed(engine, name, folder, fault="none"):
+    """Puts a relay between the engine and a site; yields its process, which tells each request that has gone on."""
+    site = engine._sites[name]
+    honest, own = site.client, folder / "relay.sock"
+    command = [sys.executable, "-c", textwrap.dedent(RELAY), str(own), str(honest.path), fault]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            wait_until(own.exists)
+            site.client = SiteClient(own)
+            yield process
+        finally:
+            site.client = honest
+            process.kill()
+
+
+def test_a_relay_that_is_killed_in_a_round(engine, pair, tmp_path):
+    site = engine._sites["c"].client
+    with relayed(engine, "c", tmp_path) as relay:
+        pair.play()
+        trained, pid = site.status()["steps"], engine.pids["c"]
+        os.kill(pid, signal.SIGSTOP)  # The site has the request and does not answer before the relay has died.
+
+        def kill_when_asked():
+            try:
+                asked = (line for line in relay.stdout if line == "train\n")
+                next(asked), next(asked)
+                relay.kill()
+                relay.wait()
+            finally:
+                os.kill(pid, signal.SIGCONT)
+
+        killer = threading.Thread(target=kill_when_asked)
+        killer.start()
+        outcomes, record = pair.play(clean="ab", unheard="c")
+        killer.join()
+    assert (outcomes["c"].fate, record.round) == (Fate.LOST, 2)
+    assert {outcomes["a"].fate, outcomes["b"].fate} == {Fate.COUNTED}
+    wait_until(lambda: site.status()["steps"] == trained + 2 and site.status()["state"] == "idle")
+    outcomes, record = pair.play()  # It has trained for the relay that died, and goes on from there.
+    assert (outcomes["c"].fate, record.round) == (Fate.COUNTED, 3)
+    assert (engine.pids["c"], site.status()["steps"]) == (pid, trained + 4)
+
+
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
@@ -170,20 +223,10 @@ def test_a_site_that_hangs(engine, pair):
     ],
 )
 def test_answers_that_must_not_count(engine, pair, tmp_path, fault, reason):
-    site = engine._sites["c"]
-    honest = site.client
-    relay = tmp_path / "relay.sock"
-    command = [sys.executable, "-c", textwrap.dedent(RELAY), str(relay), str(honest.path), fault]
-    with subprocess.Popen(command) as process:
-        try:
-            wait_until(relay.exists)
-            site.client = SiteClient(relay)
-            if fault == "replay":
-                pair.play()  # an honest round, which is then played back
-            outcomes, record = pair.play(clean="ab")
-        finally:
-            site.client = honest
-            process.kill()
+    with relayed(engine, "c", tmp_path, fault):
+        if fault == "replay":
+            pair.play()  # an honest round, which is then played back
+        outcomes, record = pair.play(clean="ab")
     assert outcomes["c"].fate is Fate.REJECTED
     assert reason in outcomes["c"].reason
     assert {outcomes["a"].fate, outcomes["b"].fate} == {Fate.COUNTED}

@@ -12,13 +12,14 @@ import pytest
 
 pytest.importorskip("flwr", reason="the Flower engine is an optional extra")
 
-from flwr.app import Context, RecordDict
+from flwr.app import Context, Error, Message, RecordDict
 
 from wattgym.errors import UserError
 from wattgym.federated.adapters import from_bytes, to_bytes
 from wattgym.federated.flower import engine as engine_module
 from wattgym.federated.flower.client_app import site_socket
 from wattgym.federated.flower.engine import FlowerEngine
+from wattgym.federated.flower.records import unpack
 from wattgym.federated.messages import (
     Assignment,
     Evaluation,
@@ -204,6 +205,34 @@ def test_a_node_that_lost_a_question_is_asked_again(grid, sites, monkeypatch):
     wait_until(lambda: set(engine.members()) == {"a", "b"})
     lives = [message.metadata.ttl for _, message in lost]
     assert lives == [0.1, 0.1, 0.2, 0.2]
+
+
+def test_a_message_whose_relay_died_is_sent_again_and_asks_for_the_same(grid, sites, monkeypatch):
+    took, asked = grid.deliver, []
+
+    def deliver(identifier, message):
+        asked.append(unpack(message.content)[0])
+        took(identifier, message)
+        if len(asked) < 3:
+            grid.ready[identifier] = Message(Error(8, "ClientApp stopped responding."), reply_to=message)
+
+    engine = FlowerEngine(grid, poll_s=0.01)
+    wait_until(lambda: set(engine.members()) == {"a", "b"})
+    monkeypatch.setattr(grid, "deliver", deliver)
+    reply, seconds = engine.exchange(requests("b"), 60.0)["b"]
+    assert isinstance(reply, TrainReply)
+    left_s = [header.pop("timeout_s") for header in asked]
+    assert 60.0 >= left_s[0] > left_s[1] > left_s[2] > 60.0 - seconds
+    assert asked[0] == asked[1] == asked[2]
+
+
+def test_a_message_that_nobody_takes_is_late_at_the_deadline(grid, sites, monkeypatch):
+    engine = FlowerEngine(grid, poll_s=0.01)
+    wait_until(lambda: set(engine.members()) == {"a", "b"})
+    pull = grid.pull_messages
+    monkeypatch.setattr(grid, "deliver", lambda *message: None)
+    monkeypatch.setattr(grid, "pull_messages", lambda ids: time.sleep(0.2) or pull(ids))  # The last look comes late.
+    assert engine.exchange(requests("b"), 0.5)["b"][0] == SiteFailure(Fate.LATE, "no answer within 0.5 s")
 
 
 def test_two_nodes_with_one_name(grid, sites, tmp_path, monkeypatch):
