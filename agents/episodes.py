@@ -92,6 +92,13 @@ METRICS: Mapping[str, Metric] = {
         ),
         Metric("mape", "MAPE", "1", "lower", "Mean absolute error of the power as a share of the target."),
         Metric(
+            "mape_15min",
+            "MAPE, 15 min",
+            "1",
+            "lower",
+            "Mean absolute error of 15-minute mean power as a share of the target's; not for regulation signals.",
+        ),
+        Metric(
             "throughput_retained",
             "Throughput retained",
             "1",

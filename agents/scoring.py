@@ -45,6 +45,8 @@ def scenario_metrics(
         "guard_interventions_per_h": rollout.changed.sum(axis=1) / hours,
         "reward_mean": rollout.reward.mean(axis=1),
     }
+    if any(family not in REGULATION for family in rollout.families):
+        metrics["mape_15min"] = quarter_hour_mape(rollout)
     if rollout.shortfall_w is not None:
         metrics["shortfall_w"] = rollout.shortfall_w
     if uncapped is not None:
@@ -54,6 +56,22 @@ def scenario_metrics(
             rollout.power_w.sum(axis=1) / uncapped.power_w.sum(axis=1), retained
         )
     return metrics
+
+
+def quarter_hour_mape(rollout: Rollout) -> FloatArray:
+    """Mean absolute error of quarter-hourly mean powers as a share of the target's, shape `(B,)`.
+
+    Renewable output and programmes of demand response are metered by the quarter of an hour. What is left of the last
+    one is left out; NaN where not one is whole.
+    """
+    quarter = round(900.0 / rollout.period_s)
+    batch, periods = rollout.power_w.shape
+    whole = periods // quarter * quarter
+    if whole == 0:
+        return np.full(batch, np.nan)
+    power, target = (x[:, :whole].reshape(batch, -1, quarter).mean(axis=2) for x in (rollout.power_w, rollout.target_w))
+    error: FloatArray = np.abs(power / target - 1.0).mean(axis=1)
+    return error
 
 
 def check_scorable(arena: Arena, seed: int, variant: PjmVariant = PJM_VARIANTS["legacy"]) -> None:

@@ -28,6 +28,7 @@ from rich.table import Table
 
 from wattgym.agents.baselines import make_baseline
 from wattgym.agents.rollout import Arena
+from wattgym.agents.scoring import quarter_hour_mape
 from wattgym.envs.config import PowerShapingConfig
 
 CAPS = ("power_limit",)
@@ -133,12 +134,9 @@ def renewable(seeds: range, length_s: float, period_s: float) -> list[Following]
     for name, (baseline, knobs) in CONTROLLERS.items():
         run = Arena(config(knobs, **changes)).run(make_baseline(baseline), seeds)
         relative = (run.power_w - run.target_w) / run.target_w
-        quarter = round(min(900.0, length_s) / period_s)
-        whole = run.power_w.shape[1] // quarter * quarter
-        means = [x[:, :whole].reshape(len(seeds), -1, quarter).mean(axis=2) for x in (run.power_w, run.target_w)]
         nrmse = np.sqrt((((run.power_w - run.target_w) / run.capacity_w[:, None]) ** 2).mean(axis=1)).mean()
         throughput = (run.throughput.mean(axis=1) / uncapped).mean()
-        by_quarter = np.abs(means[0] / means[1] - 1.0).mean()
+        by_quarter = quarter_hour_mape(run).mean()
         found.append(
             Following(name, float(np.abs(relative).mean()), float(by_quarter), float(nrmse), float(throughput))
         )

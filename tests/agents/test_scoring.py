@@ -5,7 +5,7 @@ import pytest
 
 from wattgym.agents.episodes import METRICS
 from wattgym.agents.rollout import Arena, Rollout
-from wattgym.agents.scoring import REGULATION, check_scorable, scenario_metrics
+from wattgym.agents.scoring import REGULATION, check_scorable, quarter_hour_mape, scenario_metrics
 from wattgym.envs.config import PowerShapingConfig
 from wattgym.errors import UserError
 from wattgym.metrics.pjm import PJM_VARIANTS, pjm_score
@@ -55,6 +55,7 @@ def test_every_metric_by_hand():
     # An error of exactly 30 % is within.
     assert metrics["share_within_30pct"] == 0.5
     assert metrics["mape"] == pytest.approx((0.0 + 30 / 1000 + 60 / 1000 + 110 / 800) / 4)
+    assert metrics["mape_15min"] == pytest.approx(metrics["mape"])  # a period is a quarter of an hour here
     # One hour at a mean of 970 W.
     assert metrics["energy_kwh"] == pytest.approx(0.97)
     assert metrics["throughput_retained"] == pytest.approx(3.0 / 4.0)
@@ -65,6 +66,13 @@ def test_every_metric_by_hand():
     assert "shortfall_w" not in metrics
     # Following the sun is no regulation service.
     assert math.isnan(metrics["pjm_composite"])
+
+
+def test_errors_within_a_quarter_of_an_hour_cancel():
+    # Quarters of three periods: the first is 1,030 W on average, the second 940 W, and the last period is no whole one.
+    ours = rollout([1030, 970, 1090, 900, 900, 1020, 5000], 1000, 1.0, np.ones((7, 2)), period_s=300.0)
+    assert quarter_hour_mape(ours) == pytest.approx([(0.03 + 0.06) / 2])
+    assert math.isnan(quarter_hour_mape(rollout([900, 900], 900, 1.0, np.ones((2, 2)), period_s=300.0))[0])
 
 
 def test_every_knob_is_an_actuator_and_what_is_out_of_reach_is_told():
