@@ -23,13 +23,14 @@ from wattgym.agents.baselines import (
     thresholds,
 )
 from wattgym.agents.baselines.feedback import Feedback
-from wattgym.agents.baselines.model import Split
 from wattgym.agents.baselines.settings import Range
 from wattgym.agents.baselines.static import RandomLimits, StaticCap, Uncapped
 from wattgym.agents.controller import Controller
 from wattgym.config import FrozenModel, load_config, parse_config
 from wattgym.envs.feedback import FeedbackGains
 from wattgym.envs.knobs import KnobName
+from wattgym.envs.predictive import PredictiveSettings
+from wattgym.envs.site_model import Split
 from wattgym.errors import UserError
 
 ENERGY_MATCHED = "energy-matched cap"
@@ -75,7 +76,7 @@ def _feedback(name: str, start: Literal["feed_forward", "base"], split: Split = 
 
 def _predictive(name: str, split: Split) -> Tunable:
     build = lambda settings: predictive.PredictiveControl(settings, name, split)  # noqa: E731
-    return Tunable(predictive.PredictiveSettings, predictive.SEARCH, build)
+    return Tunable(PredictiveSettings, predictive.SEARCH, build)
 
 
 _TUNABLE: Mapping[str, Tunable] = {

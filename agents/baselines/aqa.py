@@ -6,13 +6,13 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from wattgym.agents.baselines.model import SiteModel
 from wattgym.agents.baselines.settings import Range
 from wattgym.agents.controller import ObservedPower
 from wattgym.config import FrozenModel
 from wattgym.envs.plant import FloatArray
 from wattgym.envs.reward import BAND
 from wattgym.envs.shaping import ControlTask
+from wattgym.envs.site_model import SiteModel
 
 REQUIRED_SHARE = 0.9
 """Share of time in which the error must be within `BAND` of the capacity."""

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wattgym.agents.baselines.model import SiteModel, Split
 from wattgym.envs.knob_actions import fewest_active, position_of
 from wattgym.envs.knobs import MIN_DUTY, Command, KnobName, KnobTable, active_speed, working_share
 from wattgym.envs.plant import FloatArray, IntArray
 from wattgym.envs.shaping import ControlTask
+from wattgym.envs.site_model import SiteModel, Split
 
 LEVELS = 65
 """Powers at which each job's best configuration is looked up."""

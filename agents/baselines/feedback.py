@@ -7,13 +7,13 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from wattgym.agents.baselines.model import SiteModel, Split
 from wattgym.agents.baselines.settings import Range
 from wattgym.agents.controller import Observed
 from wattgym.envs.feedback import FeedbackGains, FeedbackLoop
 from wattgym.envs.observation import common_limit
 from wattgym.envs.plant import FloatArray
 from wattgym.envs.shaping import ControlTask
+from wattgym.envs.site_model import SiteModel, Split
 
 SEARCH = {"proportional": Range(0.0, 1.0), "integral": Range(0.01, 1.0), "rate": Range(0.1, 1.0)}
 """Where gains are searched."""

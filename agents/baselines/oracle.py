@@ -6,7 +6,6 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from wattgym.agents.baselines.model import SiteModel
 from wattgym.agents.baselines.program import TrackingProgram
 from wattgym.agents.baselines.settings import Range
 from wattgym.agents.controller import Observed
@@ -14,6 +13,7 @@ from wattgym.agents.truth import Truth
 from wattgym.config import FrozenModel
 from wattgym.envs.plant import FloatArray
 from wattgym.envs.shaping import ControlTask
+from wattgym.envs.site_model import SiteModel
 
 
 class OracleSettings(FrozenModel):

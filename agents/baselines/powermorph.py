@@ -18,6 +18,7 @@ from wattgym.agents.baselines.settings import Range
 from wattgym.agents.controller import ObservedPower
 from wattgym.config import FrozenModel
 from wattgym.envs.plant import FloatArray
+from wattgym.envs.predictive import largest_rise
 from wattgym.envs.shaping import ControlTask
 
 
@@ -103,6 +104,7 @@ class PowerMorph:
         settings, rules = self._settings, task.config.knob_rules
         self._task, self._observed = task, ObservedPower(task)
         self._table = Configurations(task)
+        self._rise = largest_rise(task.spec, task.config.rules)
         period_s = task.spec.period_s
         dwells = [getattr(rules, f"{name}_dwell_s", 0.0) for name in task.layout.beside_limit]
         self._slow = max(math.ceil(max([settings.slow_s, *dwells]) / period_s - 1e-9), 1)
@@ -141,9 +143,9 @@ class PowerMorph:
         position = self._trimmed(observation, wanted_w)
         free = np.where(mean_w > 0, position.max(axis=1) > 0.0, position.min(axis=1) < 1.0)
         self._integral_w += np.where(free, settings.integral * mean_w, 0.0) - settings.leak * self._integral_w
-        return self._task.action_for(
-            position, seen.feed_forward(observation), seen.limits(observation), self._positions
-        )
+        limits = seen.limits(observation)
+        position = np.minimum(position, limits + self._rise)
+        return self._task.action_for(position, seen.feed_forward(observation), limits, self._positions)
 
     def _learn(self, observation: NDArray[np.float32]) -> None:
         """Takes the last period into the table."""

@@ -9,12 +9,12 @@ import pytest
 
 from wattgym.agents.baselines import BASELINES, make_baseline, make_tunable, needs, select_baselines, usable
 from wattgym.agents.baselines.configurations import Configurations, position_for, power_at
-from wattgym.agents.baselines.model import SiteModel
 from wattgym.agents.rollout import Arena
 from wattgym.agents.tuning import tune_baselines
 from wattgym.envs.config import PowerShapingConfig
 from wattgym.envs.emulator.emulator import Emulator
 from wattgym.envs.knobs import Command
+from wattgym.envs.site_model import SiteModel
 from wattgym.errors import UserError
 
 ALL = ["power_limit", "micro_batch", "active_gpus", "duty_cycle", "local_steps"]

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wattgym.agents.baselines.model import SiteModel
 from wattgym.envs.plant import PlantSpec
+from wattgym.envs.site_model import SiteModel
 
 
 def spec(power, throughput, gpus=None, host=0.0):

@@ -5,13 +5,13 @@ import pytest
 from scipy.optimize import minimize
 
 from wattgym.agents.baselines import make_baseline, make_tunable
-from wattgym.agents.baselines.forecast import ORDER, TargetForecast
-from wattgym.agents.baselines.model import SiteModel
-from wattgym.agents.baselines.predictive import JobEstimates, PredictiveSettings
 from wattgym.agents.baselines.program import TrackingProgram
 from wattgym.agents.rollout import Arena
 from wattgym.envs.config import PowerShapingConfig
+from wattgym.envs.forecast import ORDER, TargetForecast
 from wattgym.envs.plant import PlantSpec
+from wattgym.envs.predictive import JobEstimates, Plan, PredictiveSettings
+from wattgym.envs.site_model import SiteModel
 
 
 def problem(batch, horizon, seed, **changes):
@@ -179,3 +179,21 @@ def test_bounds_that_contradict_each_other_are_no_plan():
     for name, value in (("low", 1.0), ("low", np.nan), ("rise", -0.1)):
         with pytest.raises(ValueError, match=r"sites \[1\]"):
             program.solve(**{**p, name: np.array([p[name][0], value])})
+
+
+def test_a_command_that_is_held_is_the_best_of_all_that_could_be():
+    plan = Plan(**{k: v for k, v in problem(4, 3, seed=5).items() if k != "offset"})
+    offset = np.random.default_rng(6).normal(0.0, 0.1, 4)
+    found = plan.held(offset)
+    for i in range(4):
+        p = {**plan._asdict(), "offset": np.full((4, 3), offset[i])}
+        tried = np.linspace(plan.low[i], min(plan.high[i], plan.last[i] + plan.rise[i]), 1001)
+        costs = [cost(np.full(3, y), p, i) for y in (found[i], *tried)]
+        assert costs[0] <= min(costs[1:]) + 1e-6
+
+
+@pytest.mark.parametrize("name", ["MPC", "MPC (best split)", "PowerMorph (reconstruction)"])
+def test_the_guard_has_nothing_to_change(name):
+    """Raises and bounds stay within the command rules, so that what is asked for is what is done."""
+    config = pinned(signal={"families": {"synthetic_regd": 1.0}}, rules={"raise_fraction_per_s": 0.05})
+    assert not Arena(config).run(make_baseline(name), range(4)).changed.any()
