@@ -45,8 +45,16 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def evaluate(self, adapter: Adapter, deadline_s: float) -> Evaluation | SiteFailure:
-        """Has a present site evaluate an adapter on the evaluation records, which all sites share."""
+    def evaluate(
+        self, adapter: Adapter, deadline_s: float, links_s: Mapping[str, float] | None = None
+    ) -> Evaluation | SiteFailure:
+        """Has a present site evaluate an adapter on the evaluation records, which all sites share.
+
+        Args:
+            adapter: The adapter.
+            deadline_s: Longest wait, s.
+            links_s: By site name, how long the adapter's way to it takes on an emulated link, s; None: no time.
+        """
 
     @abstractmethod
     def close(self) -> None:

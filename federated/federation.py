@@ -270,16 +270,18 @@ class Federation:
         counted = {each.site: each for each in outcomes if each.site in adapters}
         samples = {name: each.metrics.samples for name, each in counted.items() if each.metrics is not None}
         deltas = [difference(adapters[name], self.adapter) for name in sorted(adapters)]
-        attempt = self._attempt
+        attempt, link_s = self._attempt, 0.0
         if counted:
             self.adapter = aggregate(self.config.aggregation.method, adapters, samples)
             pairs = [(each.delta_norm, each.metrics.steps) for each in counted.values() if each.metrics is not None]
             self._limit.learn(pairs)
             self.round, self._attempt = self.round + 1, 0
             # An evaluation that fails must not undo the round: the last one stands until the next succeeds.
-            self.evaluation = self._evaluated(self.evaluation)
+            before, self.evaluation = self.evaluation, self._evaluated(self.evaluation)
+            if self.emulated and self.evaluation is not before:
+                link_s = self._to_sites_s().get(self.evaluation.site, 0.0)
         if self.emulated:
-            seconds = max((_busy_s(each, deadline_s) for each in outcomes), default=0.0)
+            seconds = max((_busy_s(each, deadline_s) for each in outcomes), default=0.0) + link_s
             self.time_s += seconds
         else:
             seconds = time.monotonic() - start_s
@@ -307,12 +309,17 @@ class Federation:
         )
 
     def _evaluated(self, otherwise: Evaluation | None = None) -> Evaluation:
-        found = self.engine.evaluate(self.adapter, self.config.evaluation_s)
+        links_s = None if self.emulated else self._to_sites_s()
+        found = self.engine.evaluate(self.adapter, self.config.evaluation_s, links_s)
         if isinstance(found, Evaluation):
             return found
         if otherwise is None:
             raise UserError(f"the adapter could not be evaluated: {found.reason}")
         return otherwise
+
+    def _to_sites_s(self) -> dict[str, float]:
+        """Time that the adapter takes to each site by the network table, s."""
+        return {name: self.transfer_s(name)[0] for name in self.config.names}
 
     def _back_off(self) -> None:
         """Waits before a round is tried again; on the emulated clock the time only passes."""

@@ -59,10 +59,14 @@ class InProcessEngine(Engine):
         """See `Engine.exchange`; a site that reaches the deadline is stopped there and loses the round."""
         return {name: self._ask(name, request, deadline_s) for name, request in sorted(requests.items())}
 
-    def evaluate(self, adapter: Adapter, deadline_s: float) -> Evaluation | SiteFailure:
+    def evaluate(
+        self, adapter: Adapter, deadline_s: float, links_s: Mapping[str, float] | None = None
+    ) -> Evaluation | SiteFailure:
         """See `Engine.evaluate`."""
+        name, site = next(iter(self._sites.items()))
+        time.sleep((links_s or {}).get(name, 0.0))
         try:
-            return next(iter(self._sites.values())).evaluate(adapter)
+            return site.evaluate(adapter)
         except UserError as error:
             return SiteFailure(Fate.FAILED, str(error))
 

@@ -127,11 +127,13 @@ class Evaluation:
         loss: Mean loss, domains weighing the same, nats.
         domain_loss: Loss by domain, nats.
         accuracy: Share of answers that are exactly right under greedy decoding by teacher forcing; NaN if not measured.
+        site: Who evaluated; empty if nobody says.
     """
 
     loss: float
     domain_loss: Mapping[str, float]
     accuracy: float = float("nan")
+    site: str = ""
 
 
 class Fate(StrEnum):

@@ -193,15 +193,17 @@ class ProcessEngine(Engine):
         with ThreadPoolExecutor(len(requests)) as pool:
             return dict(zip(requests, pool.map(ask, requests), strict=True))
 
-    def evaluate(self, adapter: Adapter, deadline_s: float) -> Evaluation | SiteFailure:
+    def evaluate(
+        self, adapter: Adapter, deadline_s: float, links_s: Mapping[str, float] | None = None
+    ) -> Evaluation | SiteFailure:
         """See `Engine.evaluate`: the first site that can, the idle ones first."""
         until_s = time.monotonic() + deadline_s
         failure = SiteFailure(Fate.LOST, "no site is there to evaluate")
-        for site in sorted(self._sites.values(), key=_is_busy):
+        for name, site in sorted(self._sites.items(), key=lambda item: _is_busy(item[1])):
             left_s = until_s - time.monotonic()
             if left_s <= 0.0:
                 break
-            found = site.client.evaluate(adapter, left_s)
+            found = site.client.evaluate(adapter, left_s, (links_s or {}).get(name, 0.0))
             if isinstance(found, Evaluation):
                 return found
             failure = found

@@ -56,8 +56,8 @@ def train(message: Message, context: Context) -> Message:
 def evaluate(message: Message, context: Context) -> Message:
     """The global adapter on the evaluation records."""
 
-    def ask(site: SiteClient, _header: dict[str, Any], adapter: Adapter, timeout_s: float) -> Answer:
-        found = site.evaluate(adapter, timeout_s)
+    def ask(site: SiteClient, header: dict[str, Any], adapter: Adapter, timeout_s: float) -> Answer:
+        found = site.evaluate(adapter, timeout_s, float(header.get("link_s", 0.0)))
         return (evaluation_header(found) if isinstance(found, Evaluation) else failure_header(found)), None
 
     return _relayed(message, context, ask)

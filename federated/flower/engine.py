@@ -131,7 +131,9 @@ class FlowerEngine(Engine):
         self._failed = {site for site, (answer, _) in answers.items() if isinstance(answer, SiteFailure)}
         return answers
 
-    def evaluate(self, adapter: Adapter, deadline_s: float) -> Evaluation | SiteFailure:
+    def evaluate(
+        self, adapter: Adapter, deadline_s: float, links_s: Mapping[str, float] | None = None
+    ) -> Evaluation | SiteFailure:
         """Has a present site evaluate an adapter; if it fails, the next one, until the deadline has passed."""
         until_s = time.monotonic() + deadline_s
         found: Evaluation | SiteFailure = SiteFailure(Fate.LOST, "no site is there")
@@ -139,7 +141,8 @@ class FlowerEngine(Engine):
             left_s = until_s - time.monotonic()
             if left_s <= 0:
                 break
-            answer, _ = self._send(MessageType.EVALUATE, {site: ({"kind": "evaluate"}, adapter)}, left_s)[site]
+            header = {"kind": "evaluate", "link_s": (links_s or {}).get(site, 0.0)}
+            answer, _ = self._send(MessageType.EVALUATE, {site: (header, adapter)}, left_s)[site]
             found = answer if isinstance(answer, SiteFailure) else _evaluation(answer[0])
             if isinstance(found, Evaluation):
                 return found

@@ -93,9 +93,15 @@ class SiteClient:
         except UserError as error:
             return SiteFailure(Fate.REJECTED, str(error))
 
-    def evaluate(self, adapter: Adapter, deadline_s: float) -> Evaluation | SiteFailure:
-        """Has the site evaluate an adapter on the records that all sites share; failures as in `train`."""
-        answer = self._exchange({"kind": "evaluate"}, deadline_s, to_bytes(adapter))
+    def evaluate(self, adapter: Adapter, deadline_s: float, link_s: float = 0.0) -> Evaluation | SiteFailure:
+        """Has the site evaluate an adapter on the records that all sites share; failures as in `train`.
+
+        Args:
+            adapter: The adapter.
+            deadline_s: Longest wait, s.
+            link_s: How long the adapter's way to the site takes on an emulated link, s.
+        """
+        answer = self._exchange({"kind": "evaluate", "link_s": link_s}, deadline_s, to_bytes(adapter))
         if isinstance(answer, SiteFailure):
             return answer
         try:

@@ -196,7 +196,9 @@ def _answer(connection: socket.socket, desk: Desk, info: SiteInfo, tell: Callabl
                 time.sleep(request.link_s[1])
                 reply = job.answer
             elif header["kind"] == "evaluate":
-                job = desk.hand_in(from_bytes(body))
+                adapter = from_bytes(body)
+                time.sleep(float(header.get("link_s", 0.0)))
+                job = desk.hand_in(adapter)
                 job.done.wait()
                 reply = job.answer
             elif header["kind"] == "info":

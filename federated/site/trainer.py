@@ -240,7 +240,7 @@ class SiteTrainer:
         names = sorted(set(domains.tolist()))
         by_domain = {name: float(losses[domains == name].sum() / tokens[domains == name].sum()) for name in names}
         accuracy = float(np.mean([right[domains == name].mean() for name in names]))
-        return Evaluation(float(np.mean(list(by_domain.values()))), by_domain, accuracy)
+        return Evaluation(float(np.mean(list(by_domain.values()))), by_domain, accuracy, self.name)
 
     def _begin(self, request: TrainRequest) -> None:
         """Puts everything where this site, in this round, always has it, whatever became of rounds before."""

@@ -229,8 +229,8 @@ class TestWire:
         assert (found.site, found.metrics.loss) == ("a", 1.5)
         info = SiteInfo("a", 3, {"x": 3}, "hash", {"x": (2, 3)}, "cpu", 5)
         assert wire.info_from(wire.info_header(info)) == info
-        evaluation = wire.evaluation_from(wire.evaluation_header(Evaluation(1.0, {"x": 1.0}, 0.5)))
-        assert vars(evaluation) == {"loss": 1.0, "domain_loss": {"x": 1.0}, "accuracy": 0.5}
+        evaluation = wire.evaluation_from(wire.evaluation_header(Evaluation(1.0, {"x": 1.0}, 0.5, "a")))
+        assert vars(evaluation) == {"loss": 1.0, "domain_loss": {"x": 1.0}, "accuracy": 0.5, "site": "a"}
         for parse in (wire.reply_from, wire.request_from):
             with pytest.raises(wire.WireError):
                 parse({"kind": "reply", "metrics": 3}, {})
