@@ -23,8 +23,16 @@ SCHEMA_VERSION = 1
 MANIFEST, POLICY, RESUME, REPLAY = "checkpoint.json", "policy.zip", "resume.pkl", "replay.pkl"
 
 
+STEADY = 1e-3
+"""A feature with a smaller standard deviation than this did not vary in training; features are of the order of 1."""
+
+
 class Normaliser(FrozenModel):
     """Running statistics of observations as they were when the policy was saved.
+
+    A feature that did not vary in training is shown to the policy as 0 whatever it is. Its network had nothing to learn
+    the feature's weights from, and scaled by a spread of nearly 0, the age of a real sensor's value or another offer
+    than the training's would come out as the largest number that there is.
 
     Attributes:
         mean: Means, one per feature.
@@ -38,9 +46,15 @@ class Normaliser(FrozenModel):
     epsilon: float
     clip: float
 
+    @property
+    def spread(self) -> NDArray[np.float64]:
+        """What deviations from the mean are divided by, shape `(D,)`; infinite for features that did not vary."""
+        var = np.array(self.var)
+        return np.where(var < STEADY**2, np.inf, np.sqrt(var + self.epsilon))
+
     def apply(self, observation: NDArray[np.float32]) -> NDArray[np.float32]:
         """Normalises observations, shape `(B, D)`."""
-        scaled = (observation - np.array(self.mean)) / np.sqrt(np.array(self.var) + self.epsilon)
+        scaled = (observation - np.array(self.mean)) / self.spread
         normalised: NDArray[np.float32] = np.clip(scaled, -self.clip, self.clip).astype(np.float32)
         return normalised
 

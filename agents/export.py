@@ -72,8 +72,7 @@ class BundledPolicy(nn.Module):
         self._normaliser = normaliser
         if normaliser is not None:
             self.register_buffer("mean", torch.tensor(normaliser.mean, dtype=torch.float64))
-            spread = np.sqrt(np.array(normaliser.var) + normaliser.epsilon)
-            self.register_buffer("spread", torch.from_numpy(spread))
+            self.register_buffer("spread", torch.from_numpy(normaliser.spread))
         self.register_buffer("low", torch.from_numpy(policy.action_space.low))
         self.register_buffer("high", torch.from_numpy(policy.action_space.high))
         self._squashed = bool(policy.squash_output)

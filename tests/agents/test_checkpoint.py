@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from wattgym.agents.checkpoint import (
+    STEADY,
     Normaliser,
     load_checkpoint,
     load_resume_state,
@@ -43,6 +44,13 @@ def test_normaliser_is_the_wrappers_arithmetic():
     assert seen.dtype == np.float32
 
 
+def test_a_feature_that_never_varied_in_training_says_nothing_later():
+    """A site's capacity, say, or the age of an emulated sensor: a tenth off its constant would be 1,000 spreads."""
+    normaliser = Normaliser(mean=(0.7, 0.0, 0.0), var=(0.0, 1e-10, 1.0), epsilon=1e-8, clip=10.0)
+    seen = normaliser.apply(np.array([[0.6, 0.05, 0.5], [5.0, -5.0, 0.5]], dtype=np.float32))
+    np.testing.assert_allclose(seen, [[0.0, 0.0, 0.5]] * 2)
+
+
 @pytest.mark.parametrize("algorithm", ["ppo", "sac", "recurrent_ppo"])
 def test_a_loaded_policy_acts_as_the_trained_model_on_normalised_observations(algorithm, tiny, tmp_path, ppo_run):
     folder = ppo_run.run.path
@@ -55,8 +63,11 @@ def test_a_loaded_policy_acts_as_the_trained_model_on_normalised_observations(al
     observed = []
     arena.run(Recorder(controller, observed), [1, 2, 3])
     state = None
+    varied = wrapper.obs_rms.var >= STEADY**2
+    assert 0 < np.count_nonzero(~varied) < varied.size / 2
     for observation, action in observed:
-        expected, state = checkpoint.model.predict(wrapper.normalize_obs(observation), state=state, deterministic=True)
+        shown = np.where(varied, wrapper.normalize_obs(observation), np.float32(0.0))
+        expected, state = checkpoint.model.predict(shown, state=state, deterministic=True)
         np.testing.assert_allclose(action, expected, atol=1e-6)
     # The statistics matter: without them the policy acts otherwise.
     raw, _ = checkpoint.model.predict(observed[5][0], deterministic=True)

@@ -13,7 +13,7 @@ from stable_baselines3 import PPO, SAC
 
 from wattgym.agents import export
 from wattgym.agents.bundle import BundleController, load_bundle
-from wattgym.agents.checkpoint import Checkpoint, Manifest, Normaliser, load_checkpoint, load_resume_state
+from wattgym.agents.checkpoint import STEADY, Checkpoint, Manifest, Normaliser, load_checkpoint, load_resume_state
 from wattgym.agents.export import BundledPolicy, export_bundle, onnx_model, record, sample_observations, to_double
 from wattgym.agents.onnx_graph import OPERATORS
 from wattgym.agents.onnx_policy import OnnxPolicy
@@ -50,7 +50,9 @@ def test_a_bundle_acts_as_stable_baselines_does_on_what_its_own_normaliser_shows
     features = len(bundle.manifest.contract.features)
     observations = rng.uniform(-BOUND, BOUND, (steps, batch, features)).astype(np.float32)
     observations[:, ::4] = rng.choice([-BOUND, 0.0, BOUND], (steps, 25, features))
-    shown = normalise.normalize_obs(observations)
+    # Its network has learnt nothing of what did not vary in training: that stays at the mean.
+    steady = normalise.obs_rms.var < STEADY**2
+    shown = np.where(steady, np.float32(0.0), normalise.normalize_obs(observations))
     assert (np.abs(shown) == normalise.clip_obs).any()
     assert (np.abs(shown) < normalise.clip_obs).any()
     state = own = None
@@ -160,7 +162,7 @@ class Unit(gymnasium.Env):
 
 
 NORMALISER = Normaliser(
-    mean=(0.3, -1.0, 0.0, 2.0, 1.0, 0.0), var=(0.0, 1.0, 0.01, 4.0, 0.25, 1e-6), epsilon=1e-8, clip=10.0
+    mean=(0.3, -1.0, 0.0, 2.0, 1.0, 0.0), var=(2e-6, 1.0, 0.01, 4.0, 0.25, 0.0), epsilon=1e-8, clip=7.0
 )
 BOX = {"use_sde": True, "policy_kwargs": {"squash_output": True}}
 VARIANTS = [
@@ -231,7 +233,9 @@ def test_compared_observations_reach_every_corner_of_what_a_policy_can_see():
     assert observations.max() == BOUND
     shown = NORMALISER.apply(observations)
     clipped = (np.abs(shown) == NORMALISER.clip).mean(axis=0)
-    # Features that do not vary are clipped unless they are at their mean; those of unit spread never are.
+    # Features that hardly vary are clipped unless they are at their mean; those of unit spread never are; those that do not
+    # vary at all are not shown.
+    assert not shown[:, 5].any()
     assert clipped[0] > 0.3
     assert clipped[1] == 0.0
     assert 0.0 < clipped[2] < 0.7
