@@ -233,8 +233,8 @@ def test_compared_observations_reach_every_corner_of_what_a_policy_can_see():
     assert observations.max() == BOUND
     shown = NORMALISER.apply(observations)
     clipped = (np.abs(shown) == NORMALISER.clip).mean(axis=0)
-    # Features that hardly vary are clipped unless they are at their mean; those of unit spread never are; those that do not
-    # vary at all are not shown.
+    # Features that hardly vary are clipped unless they are at their mean; those of unit spread never are; those that do
+    # not vary at all are not shown.
     assert not shown[:, 5].any()
     assert clipped[0] > 0.3
     assert clipped[1] == 0.0
