@@ -8,8 +8,8 @@ both ends) by the same table. Printed are each site's time of both transfers (ro
 emulated to shaped, and the length of rounds. `--rate-only` leaves delays out of both (tc tbf), for kernels without
 netem. Without root, ip, tc, network namespaces, veth or the qdisc it says so in one line and exits with 2.
 
-What the emulation leaves out and a shaped link has: TCP's handshake and slow start, headers of packets (about 4.5 %),
-and the way of the adapter to the site that evaluates.
+What the emulation leaves out and a shaped link has: TCP's handshake and slow start, and headers of packets (about
+4.5 %).
 """
 
 from __future__ import annotations
