@@ -40,7 +40,7 @@ def calibrate(
     from tqdm import tqdm
 
     from wattgym.agents.deploy_plan import DeployOptions, plan_jobs, plan_plant
-    from wattgym.cli.evaluate import check_folder
+    from wattgym.cli.delivery import check_folder
     from wattgym.cli.stopping import terminable
     from wattgym.config import parse_config
     from wattgym.envs.live.calibration import PERIOD_S, RULES, CalibrationPlan

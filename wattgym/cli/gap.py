@@ -40,7 +40,7 @@ def gap(
 
     from wattgym.agents import gap as gaps
     from wattgym.agents.deploy_plan import DeployOptions, plan_deployment
-    from wattgym.cli.evaluate import check_folder
+    from wattgym.cli.delivery import check_folder
     from wattgym.cli.stopping import terminable
     from wattgym.envs.live.plant import LivePlant
     from wattgym.envs.profile import load_profile

@@ -54,7 +54,7 @@ def profile(
     interrupted sweep leaves the table of the visits that were made, but no profile.
     """
     from wattgym.agents.deploy_plan import DeployOptions
-    from wattgym.cli.evaluate import check_folder
+    from wattgym.cli.delivery import check_folder
     from wattgym.config import parse_config
     from wattgym.envs.profiling import ProfilePlan
     from wattgym.errors import UserError

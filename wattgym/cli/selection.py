@@ -68,7 +68,7 @@ def evaluate_selection(
     from wattgym.agents.selection_evaluation import SelectionPlan, evaluate_selectors
     from wattgym.agents.selectors import load_tuned_selectors, select_selectors
     from wattgym.agents.selectors.selector import Observing
-    from wattgym.cli.evaluate import deliver
+    from wattgym.cli.delivery import deliver
     from wattgym.config import parse_config
 
     resolved = parse_config(SelectionPlan, plan, "evaluate")
@@ -128,7 +128,7 @@ def _some(found: Families, names: str | None) -> Families:
 def _provenance(
     plan: SelectionPlan, families: Families, trained: dict[str, list[TrainedPolicy]], tuned: TunedSelectors
 ) -> dict[str, Any]:
-    from wattgym.cli.evaluate import policies_provenance
+    from wattgym.cli.delivery import policies_provenance
     from wattgym.runs import git_state, installed_versions
 
     git = git_state()

@@ -24,7 +24,7 @@ def tune(
     import yaml
 
     from wattgym.agents.search import search
-    from wattgym.cli.evaluate import check_folder
+    from wattgym.cli.delivery import check_folder
     from wattgym.cli.train import resolve
     from wattgym.files import atomic_write_text
 

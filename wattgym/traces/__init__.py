@@ -1,14 +1,8 @@
 """Recorded traces: the catalogue, its splits, and evenly sampled series."""
 
-from wattgym.traces.catalogue import (
-    data_path,
-    list_tables,
-    list_traces,
-    load_table,
-    split_windows,
-)
+from wattgym.traces.catalogue import data_path, list_tables, list_traces
 from wattgym.traces.model import CatalogueEntry
-from wattgym.traces.series import load_trace
+from wattgym.traces.series import load_table, load_trace, split_windows
 from wattgym.traces.trace import Trace
 
 __all__ = [

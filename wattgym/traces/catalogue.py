@@ -12,16 +12,13 @@ import os
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import Any, cast, get_args
 
 import wattgym
 from wattgym.config import load_config
 from wattgym.errors import UserError
 from wattgym.traces.kinds import kind_of
 from wattgym.traces.model import Catalogue, CatalogueEntry, DataFile, Split
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 DATA_VARIABLE = "WATTGYM_DATA"
 CATALOGUE_NAME = "catalogue.yaml"
@@ -176,49 +173,6 @@ def find_table(name: str) -> tuple[Path, DataFile]:
     if name in tables:
         return tables[name]
     raise UserError(f"no table '{name}'; {_nearest(name, list(tables))}")
-
-
-def load_table(name: str, split: str | None = None) -> pd.DataFrame:
-    """Reads a whole file as a table, or the events of one split.
-
-    Args:
-        name: Path of the file without extensions, for example `gpu_power/zeus_power_limit_batch_size`, or the id
-            of an event table, for example `reserve-events/pjm-synchronized`.
-        split: Only events that start in this split's windows (event tables only).
-
-    Returns:
-        The table as in the file; for events the time columns are parsed and `t_s` is the start on the trace's clock.
-
-    Raises:
-        UserError: No such table, or a split asked of a table that has none.
-    """
-    from wattgym.traces.series import read_events, read_frame
-
-    events = {entry.id: entry for entry in list_traces(kind="reserve_events")}
-    if name in events:
-        return read_events(events[name], split_windows(name, split) if split is not None else None)
-    path, data = find_table(name)
-    if split is not None:
-        raise UserError(f"table '{name}' has no splits; ask for the whole table")
-    return read_frame(path, data.file)
-
-
-def split_windows(trace_id: str, split: str) -> list[tuple[float, float]]:
-    """Windows `[start_s, end_s)` of one split on the trace's clock, in order of time.
-
-    Raises:
-        UserError: No such trace or split, or the trace has no window in it.
-    """
-    entry = find_trace(trace_id)
-    windows = entry.splits.get(checked_split(split))
-    if windows is None:
-        raise UserError(f"trace '{trace_id}' has no {split} split; it has: {', '.join(entry.splits) or 'none'}")
-    if windows != "all":
-        return sorted((float(start), float(end)) for start, end in windows)
-    from wattgym.traces.series import read_series
-
-    trace = read_series(entry)
-    return [(trace.start_s, trace.end_s)]
 
 
 def checked_split(name: str) -> Split:

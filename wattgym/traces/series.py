@@ -1,4 +1,4 @@
-"""Reads a catalogued trace from its file and checks it against what the catalogue says."""
+"""Reads catalogued traces, tables and splits from their files and checks them against what the catalogue says."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wattgym.errors import UserError
-from wattgym.traces.catalogue import find_trace
+from wattgym.traces.catalogue import checked_split, find_table, find_trace, list_traces
 from wattgym.traces.gaps import fill_gaps
 from wattgym.traces.kinds import KINDS
 from wattgym.traces.model import CatalogueEntry
@@ -35,6 +35,45 @@ def load_trace(trace_id: str) -> Trace:
         UserError: Unknown id, an event table, or a file that does not hold what the catalogue says.
     """
     return read_series(find_trace(trace_id))
+
+
+def load_table(name: str, split: str | None = None) -> pd.DataFrame:
+    """Reads a whole file as a table, or the events of one split.
+
+    Args:
+        name: Path of the file without extensions, for example `gpu_power/zeus_power_limit_batch_size`, or the id
+            of an event table, for example `reserve-events/pjm-synchronized`.
+        split: Only events that start in this split's windows (event tables only).
+
+    Returns:
+        The table as in the file; for events the time columns are parsed and `t_s` is the start on the trace's clock.
+
+    Raises:
+        UserError: No such table, or a split asked of a table that has none.
+    """
+    events = {entry.id: entry for entry in list_traces(kind="reserve_events")}
+    if name in events:
+        return read_events(events[name], split_windows(name, split) if split is not None else None)
+    path, data = find_table(name)
+    if split is not None:
+        raise UserError(f"table '{name}' has no splits; ask for the whole table")
+    return read_frame(path, data.file)
+
+
+def split_windows(trace_id: str, split: str) -> list[tuple[float, float]]:
+    """Windows `[start_s, end_s)` of one split on the trace's clock, in order of time.
+
+    Raises:
+        UserError: No such trace or split, or the trace has no window in it.
+    """
+    entry = find_trace(trace_id)
+    windows = entry.splits.get(checked_split(split))
+    if windows is None:
+        raise UserError(f"trace '{trace_id}' has no {split} split; it has: {', '.join(entry.splits) or 'none'}")
+    if windows != "all":
+        return sorted((float(start), float(end)) for start, end in windows)
+    trace = read_series(entry)
+    return [(trace.start_s, trace.end_s)]
 
 
 def read_series(entry: CatalogueEntry) -> Trace:
