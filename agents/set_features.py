@@ -6,11 +6,14 @@ sites, so permuting sites permutes the rows, padding changes nothing and any num
 The derived columns are a planner's view at the present power, in the terms of `wattgym.envs.federation`: sites are
 joined in the order of what they would make a round wait for (communication where a round's work is shared out, their
 whole time where each trains on its own data), which contains the best set of the first kind when data are alike; the
-best of these sets is the base, and for each site the change by joining or leaving the base is predicted.
+best of these sets is the base, and for each site the change by joining or leaving the base is predicted. From the base,
+sites that are better in or out are moved, as long as that helps: the plan, with the same prediction around it. It is
+what the present power and the learning model's central values say; what to make of that is learnt.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,12 +23,15 @@ from torch import Tensor
 from wattgym.envs.federation.config import LearningConfig
 from wattgym.envs.federation.observation import SelectionLayout
 
-DERIVED = ("worth", "work", "round_time", "cohort", "behind_best", "from_best", "base", "joining")
+DERIVED = ("worth", "work", "round_time", "cohort", "behind_best", "from_best", "base", "joining", "plan", "change")
 """Names of the derived columns, in order."""
 
 _TINY = 1e-9
 _WORSE = -20.0
 _LEAST = -20.0
+_MOST = 3.0
+_MOVES = 5 * (0.3, 0.7, 1.0)
+_GAIN = 1e-5
 _PER_DECADE = 0.43429448190325176
 
 
@@ -77,6 +83,11 @@ class SetLayout:
         return len(self.glob) + len(self.site) * slots
 
 
+Efficiency = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+"""Logarithm of progress over time, time (minutes) and effective sites of sets, each `(B, C)`, by their sums `(B, C, 4)`
+and what they wait for, minutes, `(B, C)`."""
+
+
 @dataclass(eq=False)
 class Sites:
     """A batch of observations taken apart.
@@ -108,8 +119,10 @@ def split(layout: SetLayout, observation: Tensor) -> Sites:
     columns = {name: shown[:, :, i] for i, name in enumerate(layout.site)}
     exists = columns["exists"].unsqueeze(2)
     extra = _derived(layout, columns, dict(zip(layout.glob, glob.unbind(1), strict=True)))
+    # Their number is kept from the network, which would meet one that it never saw among more sites than in training.
+    k = layout.glob.index("sites")
     return Sites(
-        glob=glob,
+        glob=torch.cat([glob[:, :k], 0.0 * glob[:, k : k + 1], glob[:, k + 1 :]], dim=1),
         site=torch.cat([shown, extra], dim=2) * exists,
         exists=exists,
         eligible=columns["eligible"] > 0.5,
@@ -125,6 +138,7 @@ def _derived(layout: SetLayout, site: dict[str, Tensor], glob: dict[str, Tensor]
     work = (alone - comm).clamp(min=_TINY) / compute
     shared = _alike(_log10(work), open_)
     own = 1.0 - shared
+    whole = (work * open_).amax(dim=1, keepdim=True)
     worth = _worth(layout, site, glob)
     # What a round waits for. It is compared as it is shown: a power of equal numbers need not be equal to the last bit.
     order = shared * site["communication"] + own * site["alone"]
@@ -141,8 +155,8 @@ def _derived(layout: SetLayout, site: dict[str, Tensor], glob: dict[str, Tensor]
         """Logarithm of progress over time, time (minutes) and effective sites of sets with these sums."""
         total_rate, total, squares, value = (part.clamp(min=_TINY) for part in parts.unbind(2))
         sites = total * total / squares
-        time = shared * (work / total_rate + wait) + own * wait
-        amount = shared * work / sites + own * scale * squares / total
+        time = shared * (whole / total_rate + wait) + own * wait
+        amount = shared * whole / sites + own * scale * squares / total
         done = torch.where(amount > 1.0, amount.clamp(min=_TINY) ** layout.work_exponent, amount)
         gain = done * sites * (1.0 + layout.phi) / (sites + layout.phi) * value / total
         return torch.log(gain.clamp(min=_TINY)) - torch.log(time.clamp(min=_TINY)), time, sites
@@ -154,15 +168,8 @@ def _derived(layout: SetLayout, site: dict[str, Tensor], glob: dict[str, Tensor]
     last = torch.where(score >= best, order, _LEAST).amax(dim=1, keepdim=True)
     limit = 10.0**last
     base = open_ * (order <= last)
-    # The base with each site joining it, or leaving it.
-    sign = 1.0 - 2.0 * base
-    around = (base.unsqueeze(1) @ sums) + sign.unsqueeze(2) * sums
-    second = 10.0 ** torch.where((base > 0.5) & (order < last), order, _LEAST).amax(dim=1, keepdim=True)
-    wait = torch.where(base > 0.5, torch.where(order < last, limit, second), torch.maximum(cost, limit))
-    flipped, _, _ = efficiency(around, wait)
-    joining = (sign * (flipped - best)).clamp(-3.0, 3.0)
-    # The only site of a base cannot leave it.
-    joining = torch.where((base > 0.5) & (base.sum(dim=1, keepdim=True) < 1.5), 3.0, joining)
+    joining = _moving(base, sums, order, open_, efficiency) - best
+    plan, change = _improved(base, best, sums, order, open_, efficiency)
     columns = (
         torch.log(worth.clamp(min=0.05)),
         _log10(work).clamp(-3.0, 3.0),
@@ -171,9 +178,57 @@ def _derived(layout: SetLayout, site: dict[str, Tensor], glob: dict[str, Tensor]
         (score - best).clamp(min=-3.0),
         _log10(cost / limit.clamp(min=_TINY)).clamp(-2.0, 2.0) * 2.0,
         base,
-        joining * 4.0,
+        _towards(base, joining) * 4.0,
+        plan,
+        _towards(plan, change) * 4.0,
     )
     return torch.stack([column * open_ for column in columns], dim=2)
+
+
+def _moving(chosen: Tensor, sums: Tensor, order: Tensor, open_: Tensor, efficiency: Efficiency) -> Tensor:
+    """Efficiency of a set with each site joining it, or leaving it, shape `(B, N)`; never good for its only site."""
+    member = chosen > 0.5
+    sign = 1.0 - 2.0 * chosen
+    longest = _longest(order, member)
+    last = member & (order >= longest)
+    several = last.to(order.dtype).sum(dim=1, keepdim=True) > 1.5
+    without = torch.where(several, longest, _longest(order, member & (order < longest)))
+    wait = torch.where(member, torch.where(last, without, longest), torch.maximum(order, longest))
+    value, _, _ = efficiency((chosen.unsqueeze(1) @ sums) + sign.unsqueeze(2) * sums, 10.0**wait)
+    others = chosen.sum(dim=1, keepdim=True) - chosen
+    return torch.where((open_ > 0.5) & (sign + others > -0.5), value, _WORSE)
+
+
+def _improved(
+    base: Tensor, best: Tensor, sums: Tensor, order: Tensor, open_: Tensor, efficiency: Efficiency
+) -> tuple[Tensor, Tensor]:
+    """The set that hill climbing from another one ends at, and what moving each site would change.
+
+    A step moves all sites that on their own would gain a share of what the best one would; sites that are alike move
+    together, so that their order does not matter. It is taken back where it does not help, and a higher share is next.
+    """
+    plan = base
+    for share in _MOVES:
+        value = _moving(plan, sums, order, open_, efficiency)
+        most = value.amax(dim=1, keepdim=True)
+        bar = best + share * (most - best) - 1e-6
+        moved = ((value >= bar) & (value > best)).to(plan.dtype)
+        tried = plan + moved * (1.0 - 2.0 * plan)
+        reached, _, _ = efficiency(tried.unsqueeze(1) @ sums, 10.0 ** _longest(order, tried > 0.5))
+        better = (reached > best + _GAIN) & (tried.sum(dim=1, keepdim=True) > 0.5)
+        plan = torch.where(better, tried, plan)
+        best = torch.where(better, reached, best)
+    return plan, _moving(plan, sums, order, open_, efficiency) - best
+
+
+def _longest(order: Tensor, member: Tensor) -> Tensor:
+    """What a set waits for, shape `(B, 1)`."""
+    return torch.where(member, order, _LEAST).amax(dim=1, keepdim=True)
+
+
+def _towards(chosen: Tensor, change: Tensor) -> Tensor:
+    """What being in the set is worth, from what changing sides would bring."""
+    return (1.0 - 2.0 * chosen) * change.clamp(-_MOST, _MOST)
 
 
 def _log10(value: Tensor) -> Tensor:

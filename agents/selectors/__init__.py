@@ -36,6 +36,7 @@ _PLAIN = {
     "single best": SingleBest,
     "myopic oracle": MyopicOracle,
     "clairvoyant oracle": lambda: MyopicOracle("clairvoyant oracle", foresee=True),
+    "present-power oracle": lambda: MyopicOracle("present-power oracle", steady=True),
     "horizon planner": HorizonPlanner,
 }
 """Selectors without settings."""
@@ -54,7 +55,7 @@ _TUNABLE: dict[str, tuple[type[FrozenModel], Any]] = {
 }
 """Settings and class of each selector that has any."""
 
-ORACLES = ("myopic oracle", "clairvoyant oracle", "horizon planner")
+ORACLES = ("present-power oracle", "myopic oracle", "clairvoyant oracle", "horizon planner")
 """Selectors that see the true federation."""
 
 SELECTORS = ("all sites", "single best", *_TUNABLE, *ORACLES)

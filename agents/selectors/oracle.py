@@ -30,26 +30,31 @@ class MyopicOracle(Memoryless):
     round's overshoot.
     """
 
-    def __init__(self, name: str = "myopic oracle", foresee: bool = False) -> None:
+    def __init__(self, name: str = "myopic oracle", foresee: bool = False, steady: bool = False) -> None:
         """Configures the oracle.
 
         Args:
             name: Name in tables.
             foresee: Whether it also knows which sites the round will slow down or lose. Without, it plans as if none.
+            steady: Whether it takes power to stay as it is: what is lost against that is worth knowing power to come.
         """
         self.name = name
-        self._foresee = foresee
+        self._foresee, self._steady = foresee, steady
 
     def act(self, turn: Turn) -> BoolArray:
         """The best set found."""
         truth = turn.truth
         if truth is None:
             raise UserError(f"'{self.name}' needs an emulated federation; a live one cannot be seen through")
-        return best_sets(truth, turn.view, self._foresee)
+        return best_sets(truth, turn.view, self._foresee, steady=self._steady)
 
 
 def best_sets(
-    truth: FederationEmulator, view: SelectionView, foresee: bool = False, exhaustive: int = EXHAUSTIVE
+    truth: FederationEmulator,
+    view: SelectionView,
+    foresee: bool = False,
+    exhaustive: int = EXHAUSTIVE,
+    steady: bool = False,
 ) -> BoolArray:
     """The set with the most true progress per second in each environment, shape `(B, N)`.
 
@@ -57,6 +62,7 @@ def best_sets(
         truth: The federation.
         view: What is known.
         foresee: Whether stragglers and dropouts of the round are known.
+        steady: Whether power is taken to stay as it is, in place of the true power to come.
         exhaustive: Up to this many eligible sites every set is tried.
     """
     eligible = view.known.eligible
@@ -64,9 +70,9 @@ def best_sets(
     chosen = np.zeros_like(eligible)
     if few.any():
         sets = subsets(eligible & few[:, None])
-        chosen = pick(sets, truth.imagine(sets, foresee).per_second.argmax(axis=1))
+        chosen = pick(sets, truth.imagine(sets, foresee, steady).per_second.argmax(axis=1))
     if not few.all():
-        chosen = np.where(few[:, None], chosen, _searched(truth, view, foresee))
+        chosen = np.where(few[:, None], chosen, _searched(truth, view, foresee, steady))
     return chosen
 
 
@@ -87,7 +93,7 @@ def ceiling_sets(view: SelectionView) -> BoolArray:
     return prefixes(-view.task.comm_s, view.known.eligible)
 
 
-def _searched(truth: FederationEmulator, view: SelectionView, foresee: bool) -> BoolArray:
+def _searched(truth: FederationEmulator, view: SelectionView, foresee: bool, steady: bool) -> BoolArray:
     eligible = view.known.eligible
     sets = np.concatenate(
         [
@@ -97,23 +103,23 @@ def _searched(truth: FederationEmulator, view: SelectionView, foresee: bool) -> 
         ],
         axis=1,
     )
-    worth = truth.imagine(sets, foresee).per_second
+    worth = truth.imagine(sets, foresee, steady).per_second
     index = worth.argmax(axis=1)
     best, value = pick(sets, index), worth.max(axis=1)
     for _ in range(_MOVES):
-        moved = _improve(truth, best, value, _flips(best), foresee)
+        moved = _improve(truth, best, value, _flips(best), foresee, steady)
         if not moved.any():
-            moved = _improve(truth, best, value, _swaps(best, eligible), foresee)
+            moved = _improve(truth, best, value, _swaps(best, eligible), foresee, steady)
         if not moved.any():
             break
     return best
 
 
 def _improve(
-    truth: FederationEmulator, best: BoolArray, value: FloatArray, sets: BoolArray, foresee: bool
+    truth: FederationEmulator, best: BoolArray, value: FloatArray, sets: BoolArray, foresee: bool, steady: bool
 ) -> BoolArray:
     """Takes the best neighbour where it is better, in place; says where."""
-    worth = truth.imagine(sets, foresee).per_second
+    worth = truth.imagine(sets, foresee, steady).per_second
     highest = worth.max(axis=1)
     moved: BoolArray = highest > value * (1.0 + 1e-9)
     best[moved] = pick(sets, worth.argmax(axis=1))[moved]

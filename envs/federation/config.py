@@ -129,6 +129,8 @@ class NetworkConfig(FrozenModel):
     Attributes:
         split: Which places sites and aggregator are drawn from; `all` ignores the held-out sets.
         regions: Draw from these regions instead.
+        distinct_regions: Fewest and most regions that an episode's sites and aggregator lie in, drawn uniformly; with
+            fewer than there are sites, several sites share one. None: as many as there are.
         aggregator: Region of the aggregator; None draws it from the same regions.
         throughput: Measurement campaign of the throughput (Skyplane).
         bandwidth_share: Share of the measured throughput (64 connections between two large machines) that a round gets.
@@ -140,6 +142,7 @@ class NetworkConfig(FrozenModel):
 
     split: Split | Literal["all"] = "train"
     regions: tuple[str, ...] = ()
+    distinct_regions: tuple[int, int] | None = None
     aggregator: str | None = None
     throughput: Literal["2022-01", "2022-11"] = "2022-11"
     bandwidth_share: float = Field(default=0.1, gt=0.0, le=1.0)
@@ -147,6 +150,13 @@ class NetworkConfig(FrozenModel):
     local_rtt_ms: float = Field(default=1.0, gt=0.0)
     local_gbps: float = Field(default=10.0, gt=0.0)
     table: str | None = None
+
+    @model_validator(mode="after")
+    def _some_regions(self) -> NetworkConfig:
+        if self.distinct_regions is not None and not 1 <= self.distinct_regions[0] <= self.distinct_regions[1]:
+            fewest, most = self.distinct_regions
+            raise ValueError(f"distinct_regions needs 1 <= fewest <= most, got {fewest}, {most}")
+        return self
 
 
 class MarketConfig(FrozenModel):
@@ -370,7 +380,11 @@ class SiteSelectionConfig(FrozenModel):
     reward: SelectionRewardConfig = Field(default_factory=SelectionRewardConfig)
 
     @model_validator(mode="after")
-    def _mixes(self) -> SiteSelectionConfig:
+    def _named_sites(self) -> SiteSelectionConfig:
+        if self.sites.named and self.network.distinct_regions is not None:
+            raise ValueError(
+                "network.distinct_regions is for sites that are drawn; these are named, each in its region"
+            )
         for site in self.sites.named:
             if site.mix and len(site.mix) != self.learning.domains:
                 raise ValueError(

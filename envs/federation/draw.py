@@ -45,6 +45,7 @@ class Federation(Rows):
         down_s: Time to receive the model, s.
         comm_s: Whole communication of a round: both transfers, a round trip for each, and overhead, s.
         egress_usd: Price of both transfers of a round, USD.
+        local_offset_s: Local time less UTC at each site, s.
         first_sample: Position in the power traces at which the episode begins.
         trace: Index of the power trace.
         first_hour: Hour of the year at which the episode begins, UTC, shape `(B,)`.
@@ -66,6 +67,7 @@ class Federation(Rows):
     down_s: FloatArray
     comm_s: FloatArray
     egress_usd: FloatArray
+    local_offset_s: FloatArray
     first_sample: IntArray
     trace: IntArray
     first_hour: IntArray
@@ -119,7 +121,8 @@ class FederationLibrary:
         config, sites, learning = self.config, self.config.sites, self.learning
         n, d = sites.size, learning.domains
         r = len(self.candidates)
-        u = np.empty((len(rngs), len(_EPISODE) + n * len(_SITE) + r))
+        clustered = config.network.distinct_regions is not None
+        u = np.empty((len(rngs), len(_EPISODE) + n * len(_SITE) + r + clustered))
         normal, gamma = np.empty((len(rngs), 2, n)), np.empty((len(rngs), n, d))
         for i, rng in enumerate(rngs):
             rng.random(out=u[i])
@@ -128,14 +131,18 @@ class FederationLibrary:
         episode = dict(zip(_EPISODE, u[:, : len(_EPISODE)].T, strict=True))
         per_site = u[:, len(_EPISODE) : len(_EPISODE) + n * len(_SITE)].reshape(len(rngs), n, len(_SITE))
         site = {name: per_site[..., i] for i, name in enumerate(_SITE)}
-        keys = u[:, len(_EPISODE) + n * len(_SITE) :]
+        keys = u[:, len(_EPISODE) + n * len(_SITE) :][:, :r]
 
         low, high = (sites.most, sites.most) if sites.named else sites.count
         count = low + _choose(episode["sites"], high - low + 1)
         exists = np.arange(n) < count[:, None]
         # Regions without repetition as long as there are enough of them.
-        order = np.argsort(keys, axis=1)[:, np.arange(n) % r]
-        region = self.candidates[order]
+        order = np.argsort(keys, axis=1)
+        distinct = np.full(len(rngs), r)
+        if config.network.distinct_regions is not None:
+            fewest, most = np.minimum(config.network.distinct_regions, r)
+            distinct = fewest + _choose(u[:, -1], most - fewest + 1)
+        region = self.candidates[np.take_along_axis(order, np.arange(n) % distinct[:, None], axis=1)]
         capacity = sites.capacity_w * np.exp(sites.capacity_sigma * normal[:, 0])
         samples = sites.samples * np.exp(sites.samples_sigma * normal[:, 1])
         gpu = _choose(site["gpu"], len(self.gpus))
@@ -153,6 +160,10 @@ class FederationLibrary:
         capacity, samples, mix = capacity * exists, samples * exists, mix * exists[..., None]
 
         aggregator = self.aggregators[_choose(episode["aggregator"], len(self.aggregators))]
+        if clustered and config.network.aggregator is None:
+            # Somewhere among the sites.
+            first = _choose(episode["aggregator"], distinct)
+            aggregator = self.candidates[order[np.arange(len(rngs)), first]]
         links = self._links(region, aggregator)
         start_step = _choose(episode["hour"], STEPS_A_DAY)
         local = start_step[:, None] + np.round(self._offset_h[region] * HOUR_S / STEP_S).astype(np.int64)
@@ -169,6 +180,7 @@ class FederationLibrary:
             min_power_w=np.maximum(config.power.min_gpus * self._gpu_w[gpu], 1e-6),
             samples=samples,
             mix=mix,
+            local_offset_s=self._offset_h[region] * HOUR_S,
             first_sample=self.source.draw(trace, local, site["day"]),
             trace=trace,
             first_hour=day + (start_s // HOUR_S).astype(np.int64),
@@ -241,5 +253,5 @@ class FederationLibrary:
         }
 
 
-def _choose(u: FloatArray, n: int) -> IntArray:
+def _choose(u: FloatArray, n: int | IntArray) -> IntArray:
     return np.minimum((u * n).astype(np.int64), n - 1)

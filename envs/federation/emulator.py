@@ -209,18 +209,19 @@ class FederationEmulator:
             lost_after_s=lost,
         )
 
-    def imagine(self, candidates: BoolArray, foresee: bool = False) -> Imagined:
+    def imagine(self, candidates: BoolArray, foresee: bool = False, steady: bool = False) -> Imagined:
         """Plays the coming round for candidate choices, without side effects and with the true power to come.
 
         Args:
             candidates: Choices, shape `(B, C, N)`; sites that are not eligible are left out.
             foresee: Whether the round's stragglers and dropouts, as drawn, are known too.
+            steady: Whether power is taken to stay as it is instead.
         """
         batch, count, n = candidates.shape
         rows = np.repeat(self._row, count)
         chosen = candidates.reshape(batch * count, n) & self.telemetry.eligible[rows]
         moment = self.moment(foresee).take(rows)
-        played = self.model.play(self.federation.take(rows), self.curve.take(rows), moment, chosen)
+        played = self.model.play(self.federation.take(rows), self.curve.take(rows), moment, chosen, steady)
         gain = np.log(moment.loss) - np.log(played.loss)
         shape = (batch, count)
         return Imagined(

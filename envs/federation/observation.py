@@ -21,6 +21,9 @@ from wattgym.envs.observation import BOUND, Feature
 
 _MINUTE_S = 60.0
 _LOW = 1e-6
+_RUNNING_S = 1800.0
+"""Memory of the running statistics of power, s."""
+
 _ALL = slice(None)
 
 
@@ -94,6 +97,10 @@ class SelectionLayout:
                 "power available over the least that trains, -3 at the lowest; a site below 0 pauses",
             ),
             Feature("power_change", "tenth of the capacity", "change against the last power sample"),
+            Feature("power_trend", "tenth of the capacity", "power less its running mean of about half an hour"),
+            Feature("power_spread", "tenth of the capacity", "root of the running mean square of that difference"),
+            Feature("day_sin", "1", "sine of the hour, local time of the last power sample"),
+            Feature("day_cos", "1", "cosine of the hour, local time of the last power sample"),
             Feature("communication", "decade from 1 minute", "transfers, round trips and overhead of a round"),
             Feature("rtt", "200 ms", "round-trip time to the aggregator"),
             Feature("samples", "decade from the median", "samples the site holds"),
@@ -178,6 +185,7 @@ class SelectionObserver:
             self._x = np.zeros((batch, self.layout.size), dtype=np.float32)
             self._way, self._log_loss = np.empty(batch), np.empty(batch)
             self._power_step = np.zeros(batch, dtype=np.int64)
+            self._power_mean, self._power_square = (np.zeros((batch, self.layout.slots)) for _ in range(2))
             rows = np.arange(batch)
         federation, known = federation.take(rows), known.take(rows)
         columns, sites, exists = self._columns, self._sites, federation.exists
@@ -185,6 +193,7 @@ class SelectionObserver:
         self._way[rows] = log_loss - self._target
         self._log_loss[rows] = log_loss
         self._power_step[rows] = 0
+        self._power_mean[rows], self._power_square[rows] = known.power_w, 0.0
         x = np.zeros((rows.size, self.layout.size), dtype=np.float32)
         x[:, columns["sites"]] = federation.count / 100.0
         x[:, sites["exists"]] = exists
@@ -200,7 +209,7 @@ class SelectionObserver:
         if self.layout.market:
             x[:, sites["egress"]] = federation.egress_usd * exists
         self._show_state(x, federation, known, log_loss, self._way[rows])
-        self._show_power(x, federation, known, _ALL)
+        self._show_power(x, federation, known, _ALL, np.zeros((2, *known.power_w.shape)))
         self._x[rows] = x
         shown = self._shown.copy() if self._shown.shape == self._x.shape else self._x.copy()
         shown[rows] = _bounded(x)
@@ -224,11 +233,11 @@ class SelectionObserver:
         step = power_step(known.time_s)
         # Sites that drop out or come back change what is shown of power between two power samples, too.
         if self._dropouts:
-            self._show_power(x, federation, known, _ALL)
+            self._show_power(x, federation, known, _ALL, self._run(known, step, _ALL))
         else:
             rows = (step != self._power_step).nonzero()[0]
             if rows.size:
-                self._show_power(x, federation, known, rows)
+                self._show_power(x, federation, known, rows, self._run(known, step, rows))
         self._power_step = step
         self._shown = _bounded(x)
         return self._shown
@@ -273,8 +282,22 @@ class SelectionObserver:
         x[:, sites["last_time"]] = np.where(played.chosen, np.log10(last), x[:, sites["last_time"]])
         x[:, sites["failed"]] = known.failed
 
+    def _run(self, known: Telemetry, step: IntArray, rows: IntArray | slice) -> FloatArray:
+        """Takes up new power samples; difference from the running mean and its spread, shape `(2, rows, N)`, W."""
+        passed = (step[rows] - self._power_step[rows])[:, None] * STEP_S
+        keep = np.exp(-passed / _RUNNING_S)
+        apart = known.power_w[rows] - self._power_mean[rows]
+        self._power_square[rows] = keep * self._power_square[rows] + (1.0 - keep) * apart**2
+        self._power_mean[rows] += (1.0 - keep) * apart
+        return np.stack([known.power_w[rows] - self._power_mean[rows], np.sqrt(self._power_square[rows])])
+
     def _show_power(
-        self, x: NDArray[np.float32], federation: Federation, known: Telemetry, rows: IntArray | slice
+        self,
+        x: NDArray[np.float32],
+        federation: Federation,
+        known: Telemetry,
+        rows: IntArray | slice,
+        running: FloatArray,
     ) -> None:
         """What changes with a power sample, for the environments where it did."""
         sites, exists, eligible = self._sites, federation.exists[rows], known.eligible[rows]
@@ -287,7 +310,9 @@ class SelectionObserver:
         per_capacity = 1.0 / np.maximum(federation.capacity_w[rows], 1.0)
         least = federation.min_power_w[rows]
         # Features that lie side by side are written at once.
-        x[rows, sites["compute"].start : sites["power_change"].stop] = np.concatenate(
+        day = (federation.start_of_day_s[rows] + known.time_s[rows])[:, None] + federation.local_offset_s[rows]
+        day = day * (2.0 * np.pi / 86_400.0)
+        x[rows, sites["compute"].start : sites["day_cos"].stop] = np.concatenate(
             [
                 _decades(self._reference * per_rate, _MINUTE_S) * exists,
                 _decades(work * per_rate + federation.comm_s[rows], _MINUTE_S) * exists,
@@ -296,6 +321,10 @@ class SelectionObserver:
                 # Empty slots have no power and show 0; sites without power are at the lowest octave.
                 np.log2(np.maximum(power / least, 0.125)) * exists,
                 known.power_change_w[rows] * per_capacity * 10.0,
+                running[0] * per_capacity * 10.0,
+                running[1] * per_capacity * 10.0,
+                np.sin(day) * exists,
+                np.cos(day) * exists,
             ],
             axis=1,
         )

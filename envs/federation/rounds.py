@@ -97,7 +97,9 @@ class RoundModel:
         split: FloatArray = rate * (self._rounds.work_samples / np.maximum(total, _NEVER))
         return split
 
-    def play(self, federation: Federation, curve: Curve, moment: Moment, chosen: BoolArray) -> Played:
+    def play(
+        self, federation: Federation, curve: Curve, moment: Moment, chosen: BoolArray, steady: bool = False
+    ) -> Played:
         """Plays one round in every environment.
 
         Args:
@@ -105,11 +107,12 @@ class RoundModel:
             curve: Learning parameters.
             moment: State at the round's start.
             chosen: Sites to take part, all of them eligible, shape `(B, N)`; an empty row passes no time.
+            steady: Whether power stays as it is at the round's start, rather than going on as recorded.
         """
         deadline = self._rounds.deadline_s
         samples = self.work(federation, moment.power_w, chosen)
         need_j = samples * moment.slow / federation.samples_per_joule
-        compute_s = self._seconds(federation, moment, need_j)
+        compute_s = self._seconds(federation, moment, need_j, steady)
         finish = compute_s + federation.comm_s * chosen
         late = finish > deadline
         lost = late & False
@@ -128,7 +131,7 @@ class RoundModel:
             rows = np.nonzero((late | lost).any(axis=1))[0]
             stop = np.where(lost, moment.lost_after_s, deadline)[rows]
             energy_j = need_j.copy()
-            drawn = self._energy(federation, moment, stop, need_j, rows)
+            drawn = self._energy(federation, moment, stop, need_j, rows, steady)
             energy_j[rows] = np.where(counted[rows], need_j[rows], drawn)
             samples = samples * counted
         progress, effective = domain_progress(
@@ -151,11 +154,13 @@ class RoundModel:
             effective_sites=effective,
         )
 
-    def _seconds(self, federation: Federation, moment: Moment, need_j: FloatArray) -> FloatArray:
+    def _seconds(self, federation: Federation, moment: Moment, need_j: FloatArray, steady: bool) -> FloatArray:
         """Time in which the available power meets each need; infinite where the deadline comes first."""
         step = power_step(moment.time_s)
         left = (step + 1) * STEP_S - moment.time_s
         seconds = need_j / np.maximum(moment.power_w, _NEVER)
+        if steady:
+            return seconds
         # Power changes before these sites are through: they go on from one power sample to the next.
         row, site = (seconds > left[:, None]).nonzero()
         if not row.size:
@@ -179,13 +184,21 @@ class RoundModel:
         return seconds
 
     def _energy(
-        self, federation: Federation, moment: Moment, stop_s: FloatArray, need_j: FloatArray, rows: IntArray
+        self,
+        federation: Federation,
+        moment: Moment,
+        stop_s: FloatArray,
+        need_j: FloatArray,
+        rows: IntArray,
+        steady: bool,
     ) -> FloatArray:
         """Energy drawn up to a time at which a site stops, at most what it needs, in some environments, J."""
         time_s = moment.time_s[rows]
         step = power_step(time_s)
         elapsed = ((step + 1) * STEP_S - time_s)[:, None]
         drawn = moment.power_w[rows] * np.minimum(stop_s, elapsed)
+        if steady:
+            return np.minimum(moment.power_w[rows] * stop_s, need_j[rows])
         while (elapsed < stop_s).any():
             step = step + 1
             drawn = drawn + self._library.training_w(federation, step, rows) * np.clip(stop_s - elapsed, 0.0, STEP_S)

@@ -18,6 +18,7 @@ from wattgym.agents.selectors.selector import Turn
 from wattgym.envs.federation.config import LearningConfig, SiteSelectionConfig
 from wattgym.envs.federation.emulator import Telemetry
 from wattgym.envs.federation.view import SelectionTask, SelectionView
+from wattgym.envs.selection import SiteSelection
 from wattgym.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -237,6 +238,27 @@ def test_the_plan_arrives_no_later_than_the_myopic_oracle():
     }
     assert (times["horizon planner"] <= times["myopic oracle"] + 1e-6).all()
     assert times["horizon planner"].sum() < times["all sites"].sum()
+
+
+def test_the_present_power_oracle_knows_no_power_to_come():
+    """It reckons with rounds as long as the aggregator predicts them, which differs from what comes."""
+    sites = {"count": [6, 6], "capacity_w": 4e5, "samples": 5e4}
+    volatile = config(sites=sites, power={"u_max": 0.78}, rounds={"time_model": "B", "deadline_s": 1800})
+    selection = SiteSelection(volatile)
+    selection.reset(range(60))
+    # Somewhere between two power samples.
+    selection.step(selection.view.known.eligible)
+    truth, view = selection.emulator, selection.view
+    sets = np.stack([view.known.eligible, np.eye(6, dtype=bool)[view.best_site()] & view.known.eligible], axis=1)
+    predicted = np.minimum(view.round_seconds(sets), 1800)
+    steady, moving = (truth.imagine(sets, steady=steady).seconds for steady in (True, False))
+    np.testing.assert_allclose(steady, np.where(sets.any(axis=2), predicted, 0.0), rtol=1e-9)
+    assert (np.abs(moving - steady) > 1).any()
+    turn = Turn(view, np.zeros((60, 1), np.float32), truth)
+    present = make_selector("present-power oracle").act(turn)
+    best = truth.imagine(subsets(view.known.eligible), steady=True).per_second.max(axis=1)
+    np.testing.assert_allclose(truth.imagine(present[:, None], steady=True).per_second[:, 0], best, rtol=1e-9)
+    assert (present != make_selector("myopic oracle").act(turn)).any()
 
 
 def test_oracles_need_the_emulator_and_the_planner_few_sites(small):

@@ -210,6 +210,51 @@ def test_joining_says_what_a_change_of_the_base_brings():
     assert (np.sign(change[sure]) == np.sign(predicted[sure])).all()
 
 
+@pytest.mark.parametrize("time_model", ["A", "B"])
+@pytest.mark.parametrize("count", [10, 57])
+def test_the_plan_cannot_be_bettered_by_one_site(time_model, count):
+    """In the planner's own terms, which an environment with alike data and central parameters shares."""
+    config = as_config(
+        {
+            "sites": {"count": [count, count], "alpha": 1000.0},
+            "rounds": {"time_model": time_model, "work_samples": 8e5, "deadline_s": 86_400},
+            "learning": {"randomise": 0.0, "forgetting": 0.0},
+            "action": {"kind": "binary"},
+        }
+    )
+    selection = SiteSelection(config)
+    observation = selection.reset(range(12))
+    sites = split(layout_of(selection), torch.as_tensor(observation))
+    columns = dict(zip(DERIVED, sites.site[:, :, -len(DERIVED) :].numpy().transpose(2, 0, 1), strict=True))
+    base, plan, eligible = columns["base"] > 0.5, columns["plan"] > 0.5, sites.eligible.numpy()
+    assert (plan <= eligible).all()
+    assert plan.any(axis=1).all()
+    assert (plan != base).any() or (time_model, count) != ("A", 57)
+    # No site would be better on the other side.
+    assert (columns["change"][eligible & plan] > -0.2).all()
+    assert (columns["change"][eligible & ~plan] < 0.2).all()
+    worth = selection.emulator.imagine(np.stack([base, plan], axis=1), steady=True).per_second
+    assert (worth[:, 1] >= worth[:, 0] * 0.995).all()
+    flipped = plan[:, None, :] ^ np.eye(count, dtype=bool)
+    around = selection.emulator.imagine(flipped, steady=True).per_second
+    change = np.log(np.maximum(around, 1e-12)) - np.log(worth[:, 1:])
+    predicted = np.where(plan, -1.0, 1.0) * columns["change"] / 4.0
+    sure = eligible & (np.abs(change) > 0.03) & (np.abs(predicted) < 3.0)
+    assert sure.sum() > 10
+    assert (np.sign(change[sure]) == np.sign(predicted[sure])).all()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_how_many_sites_there_are_is_not_shown_to_the_network(architecture):
+    selection = federation(9, 9)
+    policy, layout = fresh(selection, architecture), layout_of(selection)
+    observation = played(selection, [3, 4])
+    among_many = observation.copy()
+    among_many[:, layout.glob.index("sites")] = 1.0
+    for mine, other in zip(outputs(policy, observation), outputs(policy, among_many), strict=True):
+        np.testing.assert_array_equal(mine, other)
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_saving_and_loading_keeps_every_action(architecture, tmp_path):
     env = SiteSelectionVecEnv({"sites": {"count": [4, 8]}, "action": {"kind": "binary"}}, 4)

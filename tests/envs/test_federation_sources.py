@@ -118,6 +118,28 @@ def test_test_weeks_do_not_meet_training_weeks_in_drawn_federations():
         assert not used[one][2] & used[other][2]
 
 
+def test_few_distinct_regions_gather_sites_around_the_aggregator():
+    def drawn(**network):
+        library = FederationLibrary(SiteSelectionConfig(sites={"count": (12, 20)}, network=network))
+        return library.draw([np.random.default_rng(s) for s in range(200)])[0]
+
+    federation, seen = drawn(distinct_regions=(3, 5)), set()
+    for row in range(200):
+        regions = set(federation.region[row, federation.exists[row]].tolist())
+        seen.add(len(regions))
+        assert federation.aggregator[row] in regions
+        # As evenly as it goes.
+        counts = np.bincount(federation.region[row, federation.exists[row]])
+        assert np.ptp(counts[counts > 0]) <= 1
+        local = federation.region[row] == federation.aggregator[row]
+        assert federation.rtt_s[row, local].max() == 1e-3
+    assert seen == {3, 4, 5}
+    assert len(set(drawn(distinct_regions=(3, 3), aggregator="aws:us-east-1").aggregator.tolist())) == 1
+    # More than there are draws as without the key.
+    whole, plain = drawn(distinct_regions=(99, 99)), drawn()
+    np.testing.assert_array_equal(whole.region, plain.region)
+
+
 def test_a_trace_is_read_at_the_site_s_own_hour():
     """Two sites in Tokyo (UTC+9) and Cape Town (UTC+2) on one trace: 7 h apart within a day."""
     sites = [

@@ -71,6 +71,41 @@ def test_observation_matches_its_description():
     assert named["global.remaining"] == pytest.approx((np.log(known.loss[0]) - np.log(0.6)) / way, rel=1e-5)
 
 
+def test_running_statistics_of_power_by_hand():
+    """Two sites with a power sample of 5 minutes a round: the mean and the spread forget with exp(-t / 30 min)."""
+    sites = [
+        {"name": n, "region": r, "capacity_w": 1e5} for n, r in (("t", "aws:ap-northeast-1"), ("u", "aws:us-east-1"))
+    ]
+    env = SiteSelectionEnv(
+        {
+            "sites": {"named": sites},
+            "rounds": {"work_samples": 3e5},
+            "learning": {"s0": 1e3},
+            "goal": {"round_limit": 40},
+        }
+    )
+    observation, _ = env.reset(seed=1)
+    mean, square, before = env.view.known.power_w[0].copy(), np.zeros(2), 0
+    federation, moved = env.selection.emulator.federation, 0
+    for _ in range(40):
+        named = env.layout.as_dict(observation)
+        np.testing.assert_allclose(named["site.power_trend"] / 10 * 1e5, env.view.known.power_w[0] - mean, atol=0.5)
+        np.testing.assert_allclose(named["site.power_spread"] / 10 * 1e5, np.sqrt(square), atol=0.5)
+        observation, *_ = env.step(np.ones(2, dtype=np.float32))
+        known = env.view.known
+        step = int(known.time_s[0] / 300 + 1e-9)
+        if step != before:
+            keep, apart = np.exp(-(step - before) * 300 / 1800), known.power_w[0] - mean
+            square, mean = keep * square + (1 - keep) * apart**2, mean + (1 - keep) * apart
+            hour = (federation.start_of_day_s[0] + known.time_s[0]) / 3600 + np.array([9, -5])
+            named = env.layout.as_dict(observation)
+            np.testing.assert_allclose(named["site.day_sin"], np.sin(hour / 24 * 2 * np.pi), atol=1e-5)
+            np.testing.assert_allclose(named["site.day_cos"], np.cos(hour / 24 * 2 * np.pi), atol=1e-5)
+            before, moved = step, moved + 1
+    assert moved > 5
+    assert (square > 0).all()
+
+
 def test_optional_features_can_be_left_out():
     full = SiteSelectionEnv({})
     lean = SiteSelectionEnv({"observation": {"domain_mix": False, "domain_loss": False, "market": False}})
@@ -278,6 +313,15 @@ def test_views_predict_what_happens_while_power_stands_still():
         ({"goal": {"target_loss": 5.0}}, "out of the model's reach"),
         ({"goal": {"time_limit_s": 13.9 * 86_400}}, "trace 'power-util/google-cella-pdu6' is shorter than the job"),
         ({"network": {"table": "/nowhere.csv"}}, "cannot read the network table"),
+        ({"network": {"distinct_regions": [0, 4]}}, "distinct_regions needs 1 <= fewest <= most, got 0, 4"),
+        ({"network": {"distinct_regions": [6, 4]}}, "got 6, 4"),
+        (
+            {
+                "network": {"distinct_regions": [1, 1]},
+                "sites": {"named": [{"name": "a", "region": "aws:us-east-1", "capacity_w": 1e5}]},
+            },
+            "distinct_regions is for sites that are drawn",
+        ),
         ({"learning": {"profile": "/nowhere.yaml"}}, "/nowhere.yaml: cannot read"),
         ({"power": {"production_share": 0.5}}, "production_share has a meaning for reading 'non_production' only"),
     ],
@@ -328,6 +372,7 @@ ALTERNATIVES = {
     "power.pue": (1.6, {}),
     "network.split": ("test", {}),
     "network.regions": (("aws:us-east-1", "aws:us-west-1"), {}),
+    "network.distinct_regions": ((2, 2), {}),
     "network.aggregator": ("aws:us-east-1", {}),
     "network.throughput": ("2022-01", {"network": {"regions": ("aws:us-east-1", "aws:us-west-1")}}),
     "network.bandwidth_share": (0.01, {}),
