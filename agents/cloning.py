@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from stable_baselines3.common.vec_env import VecNormalize
 
+from wattgym.agents.adviser import ADVISER, OracleAdviser
 from wattgym.agents.baselines import make_baseline
 from wattgym.agents.callbacks import StopFlag, StopTraining
 from wattgym.agents.config import ON_POLICY, TrainingConfig
@@ -87,7 +88,7 @@ def clone(model: Any, config: TrainingConfig, stop: StopFlag, *, progress: bool 
     wrapper: VecNormalize = model.get_vec_normalize_env()
     batch = PowerShapingVecEnv(config.env, config.train.num_envs)
     batch.seed(int(rng.integers(2**31)))
-    expert = make_baseline(settings.expert)
+    expert: Controller = OracleAdviser() if settings.expert == ADVISER else make_baseline(settings.expert)
     parameters = [p for p in model.policy.parameters() if p.requires_grad]
     optimiser = torch.optim.Adam(parameters, lr=settings.learning_rate)
     steps = max(settings.steps // batch.num_envs, 1)

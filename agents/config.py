@@ -24,18 +24,19 @@ class NetworkConfig(FrozenModel):
     """The policy's and the critic's network.
 
     Attributes:
-        architecture: `mlp` reads the observation as it is. `deep_sets` and `set_attention` share weights over sites, so
-            that one policy serves any number of them (site selection with PPO only).
+        architecture: `mlp` reads the observation as it is. `per_job` has one network for every job, which sees the
+            site's features and the job's own (power shaping with PPO only). `deep_sets` and `set_attention` share
+            weights over sites, so that one policy serves any number of them (site selection with PPO only).
         hidden: Sizes of the hidden layers, the same for policy and critic; over sites all the same.
         activation: Activation between them.
         log_std_init: PPO and recurrent PPO only: logarithm of the initial exploration noise.
         lstm_hidden: Recurrent PPO only: size of the LSTM between observation and hidden layers.
         heads: Set attention only: heads of each layer.
-        zero_head: `mlp` only: the layer that gives the (mean) action begins at zero, so that a residual policy begins
-            as what it is added to.
+        zero_head: `mlp` and `per_job` only: the layer that gives the (mean) action begins at zero, so that a residual
+            policy begins as what it is added to.
     """
 
-    architecture: Literal["mlp", "deep_sets", "set_attention"] = "mlp"
+    architecture: Literal["mlp", "per_job", "deep_sets", "set_attention"] = "mlp"
     hidden: tuple[int, ...] = Field(default=(128, 128), min_length=1)
     activation: Literal["tanh", "relu"] = "tanh"
     log_std_init: float = -1.0
@@ -50,13 +51,13 @@ class NetworkConfig(FrozenModel):
         if self.architecture == "set_attention" and self.hidden[0] % self.heads:
             raise ValueError(f"hidden size {self.hidden[0]} is no multiple of {self.heads} heads")
         if self.over_sites and self.zero_head:
-            raise ValueError(f"zero_head goes with network.architecture 'mlp', not '{self.architecture}'")
+            raise ValueError(f"zero_head goes with network.architecture 'mlp' or 'per_job', not '{self.architecture}'")
         return self
 
     @property
     def over_sites(self) -> bool:
         """Whether weights are shared over sites."""
-        return self.architecture != "mlp"
+        return self.architecture in ("deep_sets", "set_attention")
 
 
 class ValidationConfig(FrozenModel):
@@ -189,6 +190,8 @@ class TrainingConfig(BaseTrainingConfig):
             raise ValueError(f"env.site.surfaces must not be the held-out split '{self.env.site.surfaces}'")
         if self.network.over_sites:
             raise ValueError(f"network.architecture '{self.network.architecture}' goes with problem 'site_selection'")
+        if self.network.architecture == "per_job" and self.train.algorithm != "ppo":
+            raise ValueError("network.architecture 'per_job' goes with train.algorithm 'ppo'")
         return self
 
     @model_validator(mode="after")
@@ -198,8 +201,13 @@ class TrainingConfig(BaseTrainingConfig):
             if self.imitation != CloningConfig():
                 raise ValueError("imitation has settings but no expert")
             return self
+        from wattgym.agents.adviser import ADVISER
         from wattgym.agents.baselines import BASELINES, ENERGY_MATCHED, usable
 
+        if (expert == ADVISER) != (self.env.action.kind == "advice"):
+            raise ValueError(f"imitation.expert '{ADVISER}' and env.action.kind 'advice' go together")
+        if expert == ADVISER:
+            return self
         known = [name for name in BASELINES if name != ENERGY_MATCHED and usable(name, self.env.action.knobs)]
         if expert not in known:
             raise ValueError(f"imitation.expert '{expert}' is unknown or needs other knobs; known: {', '.join(known)}")
@@ -310,6 +318,8 @@ class SelectionTrainingConfig(BaseTrainingConfig):
                     raise ValueError(f"families.{name}.env.{key} differs from that of '{first}'; one policy sees both")
             if one.env.learning.domains != other.env.learning.domains:
                 raise ValueError(f"families.{name}.env.learning.domains differs from that of '{first}'")
+        if self.network.architecture == "per_job":
+            raise ValueError("network.architecture 'per_job' goes with problem 'power_shaping'")
         if self.network.over_sites:
             if self.train.algorithm != "ppo":
                 raise ValueError(f"network.architecture '{self.network.architecture}' goes with train.algorithm 'ppo'")

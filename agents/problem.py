@@ -103,8 +103,20 @@ class ShapingProblem:
         return PowerShapingVecEnv(self._config.env, self._config.train.num_envs)
 
     def policy(self, batch: VecEnv) -> tuple[Any, dict[str, Any]]:
-        """A plain network, recurrent where the algorithm is."""
-        return plain_policy(self._config)
+        """A plain network, recurrent where the algorithm is, or one for every job."""
+        network = self._config.network
+        if network.architecture != "per_job":
+            return plain_policy(self._config)
+        from wattgym.agents.job_policy import JobPolicy
+
+        layout = _shaping(batch).layout
+        return JobPolicy, {
+            "jobs": layout.jobs,
+            "site": len(layout.site_features),
+            "hidden": network.hidden,
+            "activation_fn": activation(network),
+            "log_std_init": network.log_std_init,
+        }
 
     def features(self, batch: VecEnv) -> tuple[str, ...]:
         """Names of the observation's features."""

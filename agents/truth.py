@@ -34,12 +34,16 @@ class Truth:
         Returns:
             Metered power, hosts included, shape `(N, B)`, W.
         """
+        power: FloatArray = self.foresee_jobs(limit_w).sum(axis=2) + self.spec.host_w
+        return power
+
+    def foresee_jobs(self, limit_w: FloatArray) -> FloatArray:
+        """The same of each job, without hosts, shape `(N, B, J)`, W."""
         twin = self._plant.fork()
-        power = np.empty(limit_w.shape[:2])
+        power = np.empty(limit_w.shape)
         for k, limits in enumerate(limit_w):
             twin.apply(Command(limits))
-            telemetry = twin.advance()
-            power[k] = telemetry.meter_w.sum(axis=1) + telemetry.host_w
+            power[k] = twin.advance().meter_w
         return power
 
 

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from wattgym.config import FrozenModel
 from wattgym.envs.feedback import FeedbackGains
 from wattgym.envs.knobs import KNOBS, MIN_DUTY, KnobName
+from wattgym.envs.predictive import LoopSettings
 from wattgym.hw.limits import CommandRules
 
 Split = Literal["train", "validation", "test"]
@@ -192,16 +193,20 @@ class ActionConfig(FrozenModel):
             `delta`: a change of the limit, or of another knob's position.
             `residual`: added to the limit that the nominal model gives for the target (feed-forward).
             `residual_pi`: added to what feed-forward + PI does, a loop in the environment: an action of 0 is that loop.
-            Both kinds of residual leave other knobs neutral from 0 up, and reach their lowest end at −1.
-        scale: For all but `absolute`: the share of the limit range that an action of 1 moves; for `delta`, of every
-            knob's range.
+            `advice`: what a job will draw beyond what a predictive loop in the environment reckons with in the coming
+                period, as a share of its nominal full power; an action of 0 is that loop.
+            Residuals and advice leave other knobs neutral from 0 up, and reach their lowest end at −1.
+        scale: For all but `absolute`: the share of the limit range that an action of 1 moves (for `advice`, of full
+            power); for `delta`, of every knob's range.
         gains: For `residual_pi`: the loop's gains. They go wherever the actions' meaning goes, into bundles too.
+        loop: For `advice`: the loop's settings, which go wherever the actions' meaning goes too.
     """
 
     knobs: tuple[KnobName, ...] = ("power_limit",)
-    kind: Literal["absolute", "delta", "residual", "residual_pi"] = "absolute"
+    kind: Literal["absolute", "delta", "residual", "residual_pi", "advice"] = "absolute"
     scale: float = Field(default=_SCALE, gt=0.0, le=1.0)
     gains: FeedbackGains | None = None
+    loop: LoopSettings | None = None
 
     @property
     def beside_limit(self) -> tuple[KnobName, ...]:
@@ -218,6 +223,10 @@ class ActionConfig(FrozenModel):
             raise ValueError(
                 f"gains go with kind 'residual_pi', which needs them ('wattgym tune-baselines' finds them); "
                 f"kind is '{self.kind}'"
+            )
+        if (self.loop is None) == (self.kind == "advice"):
+            raise ValueError(
+                f"loop goes with kind 'advice', which needs it (empty for its defaults); kind is '{self.kind}'"
             )
         return self
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wattgym.envs.config import ObservationConfig, PowerShapingConfig
+from wattgym.envs.job_memory import JOB_MEMORY
 from wattgym.envs.knob_actions import KnobSettings
 from wattgym.envs.knobs import DISCRETE, KnobName
 from wattgym.envs.plant import FloatArray, Phase, PlantSpec, Telemetry
@@ -40,16 +41,24 @@ class ObservationLayout:
         config: Optional parts.
         jobs: Jobs J.
         knobs: Knobs that actions set.
+        advice: Whether actions advise a predictive loop, whose memory of each job is then shown.
     """
 
     config: ObservationConfig
     jobs: int
     knobs: tuple[KnobName, ...] = ("power_limit",)
+    advice: bool = False
 
     @classmethod
-    def of(cls, config: PowerShapingConfig) -> ObservationLayout:
-        """The layout of an environment."""
-        return cls(config.observation, config.site.jobs, config.action.knobs)
+    def of(cls, config: PowerShapingConfig, jobs: int | None = None) -> ObservationLayout:
+        """The layout of an environment.
+
+        Args:
+            config: The environment.
+            jobs: Jobs of its plant; those of the emulated site if None.
+        """
+        shown = config.site.jobs if jobs is None else jobs
+        return cls(config.observation, shown, config.action.knobs, config.action.kind == "advice")
 
     @property
     def actions(self) -> int:
@@ -95,6 +104,7 @@ class ObservationLayout:
             Feature("phase_age", "2 minutes", "time in the present phase, at most 1"),
             Feature("share", "1", "nominal full power over the site's"),
             Feature("knee", "1", "nominal throughput at the middle of the limit range"),
+            *(Feature(*entry) for entry in JOB_MEMORY if self.advice),
             *self._knob_features(),
         )
 
@@ -199,11 +209,12 @@ class ObservationBuilder:
         self._columns = {f.name: self.layout.site(f.name) for f in self.layout.site_features}
         self._job_columns = {f.name: self.layout.job(f.name) for f in self.layout.job_features}
 
-    def build(self, telemetry: Telemetry) -> NDArray[np.float32]:
+    def build(self, telemetry: Telemetry, memory: FloatArray | None = None) -> NDArray[np.float32]:
         """The observation at the end of a period, for the action of the next.
 
         Args:
             telemetry: What the plant reports; its `tick` says which period comes next.
+            memory: What a predictive loop has learnt of the jobs, where it is shown, shape `(F, B, J)`.
 
         Returns:
             Observations, shape `(B, size)`, float32, within ±`BOUND`.
@@ -235,6 +246,9 @@ class ObservationBuilder:
         x[:, job["power"]] = telemetry.sensor_w * self._per_half_full - 1.0
         x[:, job["throughput"]] = 2.0 * telemetry.throughput - 1.0
         self._show_phase(telemetry.phase)
+        if memory is not None:
+            for (name, _, _), value in zip(JOB_MEMORY, memory, strict=True):
+                x[:, job[name]] = value
         if self._settings is not None:
             self._show_settings(self._settings)
         return np.maximum(np.minimum(x, BOUND), -BOUND).astype(np.float32)

@@ -51,10 +51,11 @@ class PredictiveSettings(FrozenModel):
 
 
 class LoopSettings(PredictiveSettings):
-    """Settings of `PredictiveLoop`.
+    """Settings of `PredictiveLoop` in an environment.
 
     Attributes:
-        split: How power is split between jobs.
+        split: How power is split between jobs: `proportional` puts all limits at one position of their range, `optimal`
+            gives it where another watt trains most.
     """
 
     split: Split = "proportional"
@@ -178,6 +179,19 @@ class Plan(NamedTuple):
         command: FloatArray = np.clip(self.last + np.minimum(step, self.rise), self.low, self.high)
         return command
 
+    def offset_for(self, command: FloatArray) -> FloatArray:
+        """The offset with which `held` gives a command within bounds and rates, shape `(B,)`.
+
+        Args:
+            command: Wanted commands, shape `(B,)`.
+        """
+        a, later = self.share, self.target.shape[1] - 1
+        curvature = a * a + later
+        pull = curvature * command + 0.5 * self.move * np.sign(command - self.last)
+        free = a * (self.target[:, 0] - (1.0 - a) * self.last) + self.target[:, 1:].sum(axis=1)
+        offset: FloatArray = (free - pull) / (a + later) + 0.5 * self.throughput
+        return offset
+
 
 class PredictiveLoop:
     """Predicts what a site will draw and finds the limits at which it follows its targets, period by period.
@@ -280,6 +294,23 @@ class PredictiveLoop:
             surprise_w: Power that each job will draw beyond that, shape `(B, J)`, W; zero for the loop's own plan.
         """
         return self.limits(self.plan.held(surprise_w.sum(axis=1) / self._capacity))
+
+    def advice_for(self, position: FloatArray) -> FloatArray:
+        """The surprise that makes the loop draw, by its own model, what it would at given limits.
+
+        Split as the loop splits power, so limits that were split otherwise are not met job by job.
+
+        Args:
+            position: Wanted positions, shape `(B, J)`.
+
+        Returns:
+            Power of each job, shape `(B, J)`, W.
+        """
+        wanted_w = (self.model.job_power_w(position) * self._gain).sum(axis=1) + self._other_w
+        offset = self.plan.offset_for((wanted_w - self._base) / self._capacity)
+        full_w = self.model.power_w[:, :, -1]
+        surprise: FloatArray = (offset * self._capacity / full_w.sum(axis=1))[:, None] * full_w
+        return surprise
 
     def reckoned_w(self, position: FloatArray) -> FloatArray:
         """What the loop reckons that each job will draw in the coming period, shape `(B, J)`, W.

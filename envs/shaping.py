@@ -13,10 +13,12 @@ from numpy.typing import NDArray
 
 from wattgym.envs.config import OFFERS, PowerShapingConfig, SignalConfig
 from wattgym.envs.feedback import FeedbackLoop, IdentifiedModel
+from wattgym.envs.job_memory import JobMemory
 from wattgym.envs.knob_actions import KnobSettings, position_of, reachable_w
 from wattgym.envs.knobs import Command, KnobName
 from wattgym.envs.observation import ObservationBuilder, ObservationLayout, common_limit
 from wattgym.envs.plant import FloatArray, Plant, PlantSpec, Telemetry
+from wattgym.envs.predictive import PredictiveLoop
 from wattgym.envs.reward import reward_terms
 from wattgym.errors import UserError
 from wattgym.signals import Signal, draw_signal, named_signal, signal_from_trace, target_w
@@ -36,6 +38,7 @@ class ControlTask:
         base_w: Declared base power, shape `(B,)`, W.
         capacity_w: Offered capacity, shape `(B,)`, W.
         loop: What actions are added to where they are `residual_pi`.
+        predictive: What actions advise where they are `advice`.
         shortfall_w: Mean power by which the offered targets leave the feasible band, shape `(B,)`, W; None where
             such offers are refused.
     """
@@ -46,6 +49,7 @@ class ControlTask:
     base_w: FloatArray
     capacity_w: FloatArray
     loop: FeedbackLoop | None = None
+    predictive: PredictiveLoop | None = None
     shortfall_w: FloatArray | None = None
 
     @property
@@ -91,6 +95,8 @@ class ControlTask:
                 parts.append(2.0 * position - 1.0)
             elif kind == "delta":
                 parts.append((position - last) / scale)
+            elif self.predictive is not None:
+                parts.append(self.predictive.advice_for(position) / self.spec.power_table_w[:, :, -1] / scale)
             else:
                 centre = feed_forward if self.loop is None else self.loop.position
                 parts.append((position - centre[:, None]) / scale)
@@ -158,7 +164,7 @@ class PowerShaping:
         """
         self.config = config
         self.plant = plant
-        self.layout = ObservationLayout(config.observation, jobs, config.action.knobs)
+        self.layout = ObservationLayout.of(config, jobs)
         self._builder = ObservationBuilder(self.layout)
         self._loop_columns = [self.layout.site("feed_forward"), self.layout.site("error_1")]
         self._families = tuple(sorted(config.signal.families))
@@ -168,6 +174,7 @@ class PowerShaping:
         self.signals: tuple[Signal, ...] = ()
         self._settings: KnobSettings | None = None
         self._identified: IdentifiedModel | None = None
+        self._memory: JobMemory | None = None
 
     def reset(self, seeds: Sequence[int]) -> NDArray[np.float32]:
         """Starts one episode per seed; equal seeds give equal episodes, alone or in any batch.
@@ -203,6 +210,10 @@ class PowerShaping:
         if (gains := config.action.gains) is not None:
             task = replace(task, loop=FeedbackLoop(gains, task.limit_per_error))
             self._identified = IdentifiedModel(gains.identify, spec) if gains.identify > 0.0 else None
+        if (own := config.action.loop) is not None:
+            predictive = PredictiveLoop(own, spec, config.rules, base, capacity, own.split)
+            task = replace(task, predictive=predictive)
+            self._memory = JobMemory(spec)
         beside = config.action.beside_limit
         self._settings = KnobSettings(config.knob_rules, beside, spec) if beside else None
         if self._settings is not None and telemetry.in_force is not None:
@@ -288,6 +299,9 @@ class PowerShaping:
             return spec.min_limit_w + (0.5 * (action + 1.0)) * self._range
         if settings.kind == "delta":
             return self._limit + settings.scale * action * self._range
+        if (predictive := self.task.predictive) is not None:
+            surprise_w = settings.scale * action * spec.power_table_w[:, :, -1]
+            return spec.min_limit_w + predictive.advised(surprise_w) * self._range
         loop = self.task.loop
         centre = self._feed_forward[:, self._tick, None] if loop is None else loop.position[:, None]
         return spec.min_limit_w + (centre + settings.scale * action) * self._range
@@ -300,7 +314,7 @@ class PowerShaping:
 
     def _observe(self, telemetry: Telemetry) -> NDArray[np.float32]:
         """The observation at a period's end; a loop that actions are added to acts on what it shows."""
-        observation = self._builder.build(telemetry)
+        observation = self._builder.build(telemetry, self._foresee(telemetry))
         loop = self.task.loop if self.task is not None else None
         if loop is not None:
             feed_forward, error = observation[:, self._loop_columns].astype(np.float64).T
@@ -311,6 +325,19 @@ class PowerShaping:
             # A live sensor may have nothing to say; then there is nothing to correct.
             loop.step(centre, np.nan_to_num(error))
         return observation
+
+    def _foresee(self, telemetry: Telemetry) -> FloatArray | None:
+        """Lets the predictive loop see the period, if there is one; what it has learnt of the jobs, `(F, B, J)`."""
+        if self.task is None or self.task.predictive is None or self._memory is None:
+            return None
+        spec, predictive = self.task.spec, self.task.predictive
+        position = (telemetry.limit_w - spec.min_limit_w) / np.maximum(self._range, 1e-9)
+        # A live sensor may have nothing to say; then the job counts as one that does what is expected of it.
+        expected_w, _ = spec.response(Command(telemetry.limit_w))
+        sensed_w = np.where(np.isfinite(telemetry.sensor_w), telemetry.sensor_w, expected_w)
+        known = telemetry.tick + np.arange(self.config.observation.preview_periods + 1)
+        predictive.see(position, sensed_w, self.targets_w[:, np.minimum(known, self.targets_w.shape[1] - 1)])
+        return self._memory.see(predictive, telemetry.phase)
 
     def _draw_signal(self, rng: np.random.Generator) -> Signal:
         config = self.config

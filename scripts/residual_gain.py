@@ -1,4 +1,4 @@
-"""What a residual policy adds to the loop it is added to, on boards it was trained on and on boards it was not.
+"""What a policy adds to the loop that it is added to or advises, on boards it was trained on and on boards it was not.
 
     python scripts/residual_gain.py runs/residual_identified-seed0
 
@@ -42,14 +42,14 @@ def main(run: Path, families: str = "rega,droop", scenarios: int = 64, episode_s
     """Prints one row a family and split.
 
     Args:
-        run: Training run with a residual action.
+        run: Training run whose actions are residuals or advice.
         families: Signal families, separated by commas.
         scenarios: Scenarios each.
         episode_s: Length of a scenario, seconds.
     """
     policy = load_policy(run, "last")
     env = policy.config.env if hasattr(policy.config, "env") else None
-    if not isinstance(env, PowerShapingConfig) or not env.action.kind.startswith("residual"):
+    if not isinstance(env, PowerShapingConfig) or not env.action.kind.startswith(("residual", "advice")):
         raise UserError(f"{run}: its actions are not added to anything")
     seeds = list(range(900, 900 + scenarios))
     print("| family | boards | without learning | difference |")

@@ -246,7 +246,7 @@ def _learned(name: str, runs: tuple[Path, ...]) -> list[Entrant]:
             env,
         )
     ]
-    if env.action.gains is not None:
+    if env.action.gains is not None or env.action.loop is not None:
         still = f"{name} without learning"
         found.append(Entrant(still, [env.action.model_dump_json()], lambda: [Still(still)], env))
     return found

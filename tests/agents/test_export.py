@@ -15,6 +15,7 @@ from wattgym.agents import export
 from wattgym.agents.bundle import BundleController, load_bundle
 from wattgym.agents.checkpoint import STEADY, Checkpoint, Manifest, Normaliser, load_checkpoint, load_resume_state
 from wattgym.agents.export import BundledPolicy, export_bundle, onnx_model, record, sample_observations, to_double
+from wattgym.agents.job_policy import JobPolicy
 from wattgym.agents.onnx_graph import OPERATORS
 from wattgym.agents.onnx_policy import OnnxPolicy
 from wattgym.agents.policy import checkpoint_folder, load_policy
@@ -170,6 +171,7 @@ VARIANTS = [
     (PPO, "MlpPolicy", {"policy_kwargs": {"share_features_extractor": False, "activation_fn": torch.nn.ReLU}}),
     (PPO, "MlpPolicy", {"policy_kwargs": {"net_arch": []}}),
     (PPO, "MlpPolicy", BOX),
+    (PPO, JobPolicy, {"policy_kwargs": {"jobs": 3, "site": 3, "hidden": (16, 16), "net_arch": None}}),
     (SAC, "MlpPolicy", {}),
     (SAC, "MlpPolicy", {"use_sde": True}),
     (TQC, "MlpPolicy", {"policy_kwargs": {"share_features_extractor": True}}),

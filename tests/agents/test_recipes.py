@@ -73,10 +73,11 @@ def test_recipes_are_trained_and_compared_alike(name):
         check_ranges(shortened(name))
 
 
-@pytest.mark.parametrize("name", ["residual_pi", "residual_identified"])
+@pytest.mark.parametrize("name", ["residual_pi", "residual_identified", "advice"])
 def test_an_untrained_residual_is_what_it_is_added_to(name, tmp_path):
     # A rate of practically nothing leaves the first policy as it was.
-    config = shortened(name, **{"train.hyperparameters.learning_rate": 1e-12, "train.learning_rate_end": 1e-12})
+    still = {"train.hyperparameters.learning_rate": 1e-12, "train.learning_rate_end": 1e-12}
+    config = shortened(name, **still, imitation={})
     train(config, tmp_path / "run", progress=False)
     policy = load_policy(tmp_path / "run", "last")
     observation = np.random.default_rng(0).normal(size=(5, len(policy.controller._features))).astype(np.float32)

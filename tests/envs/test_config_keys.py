@@ -19,6 +19,8 @@ REGA = {"signal": {"families": {"rega": 1.0}}}
 TRACE = {"signal": {"trace": "rega"}}
 RESIDUAL = {"action": {"kind": "residual"}}
 LOOP = {"action": {"kind": "residual_pi", "gains": {"proportional": 0.3, "integral": 0.1, "rate": 0.2}}}
+ADVICE = {"action": {"kind": "advice", "loop": {"horizon": 3}}}
+DIPS = {"site": {"phase_families": ("lora_64xh100",)}, "episode_s": 400.0}
 ALL = ["power_limit", "micro_batch", "active_gpus", "duty_cycle", "local_steps"]
 KNOBS = {"action": {"knobs": ALL}}
 # More than any site can give, so that one of two ends refuses and the other tracks.
@@ -73,6 +75,15 @@ ALTERNATIVES = {
     "action.gains.integral": (0.3, LOOP),
     "action.gains.rate": (0.05, LOOP),
     "action.gains.identify": (0.1, {**LOOP, "site": {"power_spread": 0.2}}),
+    "action.loop.horizon": (2, ADVICE),
+    "action.loop.move": (0.3, ADVICE),
+    "action.loop.throughput": (0.3, ADVICE),
+    "action.loop.credit": (1.0, {**ADVICE, "site": {"power_spread": 0.2}}),
+    "action.loop.fill": (1.0, {**ADVICE, **DIPS}),
+    "action.loop.prior": (1.0, ADVICE),
+    "action.loop.memory": (5.0, ADVICE),
+    "action.loop.ridge": (3.0, ADVICE),
+    "action.loop.split": ("optimal", {**ADVICE, "site": {"surfaces": "train"}}),
     "observation.preview_periods": (2, {}),
     "observation.error_history": (1, {}),
     "observation.command_history": (1, {}),
@@ -180,6 +191,8 @@ def test_the_same_configuration_gives_the_same_trajectory():
         ({"action": {"scale": 0.1}}, "scale has no meaning for kind 'absolute'"),
         ({"action": {"gains": {}}}, "gains go with kind 'residual_pi'"),
         ({"action": {"kind": "residual_pi"}}, "which needs them"),
+        ({"action": {"loop": {}}}, "loop goes with kind 'advice'"),
+        ({"action": {"kind": "advice"}}, "which needs it"),
     ],
 )
 def test_misspelt_and_unread_keys_are_refused(data, message):

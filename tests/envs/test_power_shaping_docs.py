@@ -12,6 +12,7 @@ from types import UnionType
 import pytest
 from pydantic import BaseModel
 
+from wattgym.config import FrozenModel
 from wattgym.envs.config import OFFERS, ObservationConfig, PowerShapingConfig
 from wattgym.envs.knobs import KNOBS
 from wattgym.envs.observation import ObservationLayout
@@ -22,7 +23,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "environment.md"
 def observation_table():
     """Every feature once: histories and previews as `_k`, features of jobs as `job{j}.`."""
     config = ObservationConfig(preview_periods=1, error_history=1, command_history=1)
-    layout = ObservationLayout(config, jobs=1, knobs=KNOBS)
+    layout = ObservationLayout(config, jobs=1, knobs=KNOBS, advice=True)
     rows = []
     for prefix, features in (("", layout.site_features), ("job{j}.", layout.job_features)):
         for f in features:
@@ -32,8 +33,9 @@ def observation_table():
 
 
 def attributes(model):
-    """Descriptions of a model's keys, from its docstring."""
-    found, name = {}, None
+    """Descriptions of a model's keys, from its docstring and those of the models it extends."""
+    above = model.__base__
+    found, name = attributes(above) if above not in (FrozenModel, BaseModel) else {}, None
     section = inspect.getdoc(model).split("Attributes:\n", 1)[1]
     for line in section.splitlines():
         start = re.match(r"    (\w+): (.*)", line)

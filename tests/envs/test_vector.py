@@ -22,6 +22,7 @@ CONFIGS = [
     {"site": {"jobs": 9}, "signal": {"families": {"rega": 1, "droop": 1, "emergency": 1}}},
     {"period_s": 0.5, "rules": {"interval_s": 0.5}, "site": {"jobs": 2, "sensor": "average", "surfaces": "test"}},
     {"action": {"kind": "residual"}, "observation": {"preview_periods": 4, "error_history": 1, "command_history": 3}},
+    {"action": {"kind": "advice", "loop": {"split": "optimal"}}, "observation": {"preview_periods": 1}},
     {"action": {"kind": "delta"}, "rules": {"raise_window_s": 6.0, "dead_band_fraction": 0.1}},
 ]
 
