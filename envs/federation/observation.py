@@ -21,6 +21,7 @@ from wattgym.envs.observation import BOUND, Feature
 
 _MINUTE_S = 60.0
 _LOW = 1e-6
+_PER_DAY = 2.0 * np.pi / 86_400.0
 _RUNNING_S = 1800.0
 """Memory of the running statistics of power, s."""
 
@@ -186,6 +187,7 @@ class SelectionObserver:
             self._way, self._log_loss = np.empty(batch), np.empty(batch)
             self._power_step = np.zeros(batch, dtype=np.int64)
             self._power_mean, self._power_square = (np.zeros((batch, self.layout.slots)) for _ in range(2))
+            self._ahead = np.zeros((2, batch, self.layout.slots))
             rows = np.arange(batch)
         federation, known = federation.take(rows), known.take(rows)
         columns, sites, exists = self._columns, self._sites, federation.exists
@@ -194,6 +196,8 @@ class SelectionObserver:
         self._log_loss[rows] = log_loss
         self._power_step[rows] = 0
         self._power_mean[rows], self._power_square[rows] = known.power_w, 0.0
+        angle = federation.local_offset_s * _PER_DAY
+        ahead = self._ahead[:, rows] = np.stack([np.sin(angle), np.cos(angle)]) * exists
         x = np.zeros((rows.size, self.layout.size), dtype=np.float32)
         x[:, columns["sites"]] = federation.count / 100.0
         x[:, sites["exists"]] = exists
@@ -209,7 +213,7 @@ class SelectionObserver:
         if self.layout.market:
             x[:, sites["egress"]] = federation.egress_usd * exists
         self._show_state(x, federation, known, log_loss, self._way[rows])
-        self._show_power(x, federation, known, _ALL, np.zeros((2, *known.power_w.shape)))
+        self._show_power(x, federation, known, _ALL, np.zeros((2, *known.power_w.shape)), ahead)
         self._x[rows] = x
         shown = self._shown.copy() if self._shown.shape == self._x.shape else self._x.copy()
         shown[rows] = _bounded(x)
@@ -231,13 +235,11 @@ class SelectionObserver:
         self._show_round(result, (self._log_loss - log_loss) / self._way)
         self._log_loss = log_loss
         step = power_step(known.time_s)
+        changed = (step != self._power_step).nonzero()[0]
         # Sites that drop out or come back change what is shown of power between two power samples, too.
-        if self._dropouts:
-            self._show_power(x, federation, known, _ALL, self._run(known, step, _ALL))
-        else:
-            rows = (step != self._power_step).nonzero()[0]
-            if rows.size:
-                self._show_power(x, federation, known, rows, self._run(known, step, rows))
+        rows = _ALL if self._dropouts or changed.size == step.size else changed
+        if rows is _ALL or changed.size:
+            self._show_power(x, federation, known, rows, self._run(known, step, rows), self._ahead[:, rows])
         self._power_step = step
         self._shown = _bounded(x)
         return self._shown
@@ -250,7 +252,7 @@ class SelectionObserver:
         x[:, columns["elapsed"]] = known.time_s * self._per_limit
         x[:, columns["eligible"]] = known.eligible.sum(axis=1) / federation.count
         x[:, columns["sample_age"]] = (known.time_s % STEP_S) * (1.0 / STEP_S)
-        angle = (federation.start_of_day_s + known.time_s) * (2.0 * np.pi / 86_400.0)
+        angle = (federation.start_of_day_s + known.time_s) * _PER_DAY
         x[:, columns["hour_sin"]] = np.sin(angle)
         x[:, columns["hour_cos"]] = np.cos(angle)
         per_loss = (1.0 / known.loss)[:, None]
@@ -289,7 +291,7 @@ class SelectionObserver:
         apart = known.power_w[rows] - self._power_mean[rows]
         self._power_square[rows] = keep * self._power_square[rows] + (1.0 - keep) * apart**2
         self._power_mean[rows] += (1.0 - keep) * apart
-        return np.stack([known.power_w[rows] - self._power_mean[rows], np.sqrt(self._power_square[rows])])
+        return np.stack([keep * apart, np.sqrt(self._power_square[rows])])
 
     def _show_power(
         self,
@@ -298,8 +300,18 @@ class SelectionObserver:
         known: Telemetry,
         rows: IntArray | slice,
         running: FloatArray,
+        ahead: FloatArray,
     ) -> None:
-        """What changes with a power sample, for the environments where it did."""
+        """What changes with a power sample, for the environments where it did.
+
+        Args:
+            x: Written into.
+            federation: Sites.
+            known: What is known.
+            rows: The environments.
+            running: Of `_run`.
+            ahead: Sine and cosine of how far the sites' local time is ahead of UTC, shape `(2, rows, N)`.
+        """
         sites, exists, eligible = self._sites, federation.exists[rows], known.eligible[rows]
         power = known.power_w[rows]
         rate = power * federation.samples_per_joule[rows]
@@ -310,8 +322,8 @@ class SelectionObserver:
         per_capacity = 1.0 / np.maximum(federation.capacity_w[rows], 1.0)
         least = federation.min_power_w[rows]
         # Features that lie side by side are written at once.
-        day = (federation.start_of_day_s[rows] + known.time_s[rows])[:, None] + federation.local_offset_s[rows]
-        day = day * (2.0 * np.pi / 86_400.0)
+        hour = (federation.start_of_day_s[rows] + known.time_s[rows])[:, None] * _PER_DAY
+        sine, cosine = np.sin(hour), np.cos(hour)
         x[rows, sites["compute"].start : sites["day_cos"].stop] = np.concatenate(
             [
                 _decades(self._reference * per_rate, _MINUTE_S) * exists,
@@ -323,8 +335,8 @@ class SelectionObserver:
                 known.power_change_w[rows] * per_capacity * 10.0,
                 running[0] * per_capacity * 10.0,
                 running[1] * per_capacity * 10.0,
-                np.sin(day) * exists,
-                np.cos(day) * exists,
+                sine * ahead[1] + cosine * ahead[0],
+                cosine * ahead[1] - sine * ahead[0],
             ],
             axis=1,
         )
