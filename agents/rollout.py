@@ -74,9 +74,15 @@ def commanding(config: PowerShapingConfig) -> PowerShapingConfig:
 class Arena:
     """One emulated environment configuration that rollouts reuse."""
 
-    def __init__(self, config: PowerShapingConfig) -> None:
+    def __init__(self, config: PowerShapingConfig, plant: Emulator | None = None) -> None:
+        """Prepares the plant.
+
+        Args:
+            config: The environment.
+            plant: An emulator of that configuration; a plain one if None.
+        """
         self.config = config
-        self._plant = Emulator(config)
+        self._plant = plant or Emulator(config)
         self._shaping = PowerShaping(config, self._plant, config.site.jobs)
 
     def draw(self, seeds: Sequence[int]) -> tuple[Signal, ...]:
