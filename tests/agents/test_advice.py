@@ -1,5 +1,7 @@
 """Advice to a predictive loop: what its zero is, what a right one is worth, and a policy that gives it."""
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -16,6 +18,7 @@ from wattgym.agents.training import train
 from wattgym.envs.config import PowerShapingConfig
 from wattgym.envs.emulator.emulator import Emulator
 from wattgym.envs.shaping import PowerShaping
+from wattgym.envs.vector import PowerShapingVecEnv
 from wattgym.errors import UserError
 
 ENV = {"site": {"jobs": 3}, "signal": {"families": {"rega": 1.0}}, "episode_s": 400.0}
@@ -83,6 +86,19 @@ def test_a_sensor_that_says_nothing_leaves_the_loop_running():
         telemetry.sensor_w[0, k % 3] = np.nan
         shaping._foresee(telemetry)
         assert np.isfinite(shaping.task.predictive.advised(np.zeros((1, 3)))).all()
+
+
+def test_a_stored_environment_goes_on_as_if_nothing_had_happened():
+    batch = PowerShapingVecEnv(PowerShapingConfig.model_validate(ADVICE), 3)
+    batch.seed(5)
+    batch.reset()
+    actions = np.random.default_rng(0).uniform(-0.2, 0.2, (20, 3, 3)).astype(np.float32)
+    for action in actions[:10]:
+        batch.step(action)
+    stored = pickle.loads(pickle.dumps(batch))
+    for action in actions[10:]:
+        for mine, theirs in zip(batch.step(action)[:2], stored.step(action)[:2], strict=True):
+            np.testing.assert_array_equal(mine, theirs)
 
 
 def test_jobs_share_their_weights():
