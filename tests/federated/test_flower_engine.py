@@ -40,9 +40,9 @@ ADAPTER = {"layer.lora_A.weight": np.arange(6, dtype=np.float32).reshape(2, 3)}
 class Site(threading.Thread):
     """A trainer's socket: adds one to every weight, after a delay, or misbehaves as told."""
 
-    def __init__(self, folder: Path, name: str):
+    def __init__(self, folder: Path, name: str, pid: int = 1000):
         super().__init__(daemon=True)
-        self.path, self.name_, self.pid = folder / f"{name}.sock", name, 1000
+        self.path, self.name_, self.pid = folder / f"{name}.sock", name, pid
         self.hold, self.fault, self.seen = threading.Event(), "", []
         self.hold.set()
         self.socket = socket.socket(socket.AF_UNIX)
@@ -188,8 +188,7 @@ def test_a_restarted_trainer_says_again_who_it_is(grid, sites, tmp_path, monkeyp
     assert engine.exchange(requests("b"), 60.0)["b"][0].fate is Fate.LOST
     assert set(engine.members()) == {"a"}
     sites["b"].path.unlink()
-    again = Site(tmp_path, "b")
-    again.pid = 2000
+    again = Site(tmp_path, "b", pid=2000)  # It may be asked at once.
     wait_until(lambda: "b" in engine.members())
     assert engine.members()["b"].pid == 2000
     again.stop()
