@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 OUT ?= quickstart
+COMPARED := "MPC,feed-forward + PI,feed-forward,PI,uncapped,static cap,energy-matched cap,random"
 # Small networks and many small arrays: one thread each is fastest, and two OpenMP threads on a busy core are far slower.
 export OMP_NUM_THREADS ?= 1
 
@@ -16,8 +17,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 quickstart: $(VENV)/.installed
-	$(BIN)/python train_controller.py --config configs/quickstart.yaml --out $(OUT)/learned --resume
-	$(BIN)/wattgym evaluate $(OUT)/learned --baselines core --split test --out $(OUT)/evaluation
+	$(BIN)/python train_controller.py --config configs/recipes/advice.yaml --out $(OUT)/learned --resume
+	$(BIN)/wattgym evaluate $(OUT)/learned --baselines $(COMPARED) --split test --out $(OUT)/evaluation
 	rm -rf $(OUT)/bundle $(OUT)/live
 	$(BIN)/wattgym export $(OUT)/learned --out $(OUT)/bundle
 	$(BIN)/wattgym deploy $(OUT)/bundle --job tiny --duration 1m --out $(OUT)/live
