@@ -172,8 +172,11 @@ class RoundModel:
             # Most are through with the next sample; the more samples a site has seen, the more are read at a time.
             ahead = np.arange(1, samples + 1)
             power = self._library.site_training_w(federation, row[:, None], site[:, None], step[:, None] + ahead)
-            begun = np.add.accumulate(np.insert(np.full(power.shape, STEP_S), 0, elapsed, axis=1), axis=1)
-            missing = np.subtract.accumulate(np.insert(power * STEP_S, 0, need, axis=1), axis=1)
+            begun, missing = np.empty((2, row.size, samples + 1))
+            begun[:, 0], begun[:, 1:] = elapsed, STEP_S
+            missing[:, 0], missing[:, 1:] = need, power * STEP_S
+            np.add.accumulate(begun, axis=1, out=begun)
+            np.subtract.accumulate(missing, axis=1, out=missing)
             done = (missing[:, :-1] <= power * STEP_S) & (begun[:, :-1] < self._rounds.deadline_s)
             through = done.any(axis=1)
             k, last = np.nonzero(through)[0], done.argmax(axis=1)[through]
