@@ -91,6 +91,15 @@ class _Rounds:
     trained: FloatArray
 
 
+def check_rounds(rounds: pd.DataFrame, source: str) -> None:
+    """Makes sure that a table can be fitted to.
+
+    Raises:
+        UserError: As for `fit_learning`.
+    """
+    _checked(rounds, source)
+
+
 def fit_learning(rounds: pd.DataFrame, source: str = "rounds table", noise_scale: float | None = None) -> LearningFit:
     """Fits `L = E + (L₀ − E)(1 + S / S₀)^−β`, `S = Σ u K (1 + φ) / (K + φ)`, to recorded rounds.
 

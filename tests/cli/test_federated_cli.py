@@ -36,6 +36,27 @@ def test_fit_prints_parameters_and_writes_a_profile(tmp_path, capsys, name):
     assert profile["beta"] / profile["s0"] == pytest.approx(1 / 8, rel=0.1)
 
 
+def test_runs_of_different_sizes_tell_together_what_neither_tells_alone(tmp_path, capsys):
+    def fit(*names):
+        main(["federated", "fit", *(str(tmp_path / name) for name in names), "--out", str(tmp_path / "profile.yaml")])
+
+    recorded(tmp_path / "all.csv")
+    table = pd.read_csv(tmp_path / "all.csv")
+    for name, (_, run) in zip(("few.csv", "many.csv"), list(table.groupby("run"))[::2], strict=False):
+        run.drop(columns="run").to_csv(tmp_path / name, index=False)
+    for names, identified in ((("few.csv",), False), (("few.csv", "many.csv"), True)):
+        with pytest.raises(SystemExit) as ended:
+            fit(*names)
+        assert not ended.value.code
+        assert ("never varied" not in capsys.readouterr().out) is identified
+    assert yaml.safe_load((tmp_path / "profile.yaml").read_text())["phi"] == pytest.approx(5.0, rel=0.15)
+    (tmp_path / "few.csv").write_text("round,sites\n0,1\n")
+    with pytest.raises(SystemExit) as ended:
+        fit("many.csv", "few.csv")
+    assert ended.value.code == 2
+    assert "few.csv: no column 'loss'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -18,10 +18,10 @@ def _group() -> None:
 @app.command()
 def fit(
     rounds: Annotated[
-        Path,
+        list[Path],
         typer.Argument(
-            help="Run folder of `wattgym federate`; or rounds as CSV or JSON lines: round (0 = before training), loss, "
-            "sites [run, work]."
+            help="Run folders of `wattgym federate`, best several with different numbers of sites; or rounds as CSV or "
+            "JSON lines: round (0 = before training), loss, sites [run, work]."
         ),
     ],
     out: Annotated[Path, typer.Option(help="Profile for `learning.profile` of a site-selection configuration.")],
@@ -29,14 +29,14 @@ def fit(
         list[Path] | None, typer.Option(help="Another run to hold the fit against; may be repeated.")
     ] = None,
 ) -> None:
-    """Fit the emulator's learning model to a recorded federated run."""
+    """Fit the emulator's learning model to recorded federated runs."""
     import math
 
     from wattgym.envs.federation.fit import fit_learning
 
-    table, noise_scale = _read_rounds(rounds)
+    table, noise_scale = _read_runs(rounds)
     others = [(path, _read_rounds(path)[0]) for path in check or ()]
-    result = fit_learning(table, str(rounds), noise_scale)
+    result = fit_learning(table, ", ".join(map(str, rounds)), noise_scale)
     held_out = [(path, result.rms_on(other, str(path))) for path, other in others]
     result.save(out)
     profile, spread = result.profile, result.sd_log
@@ -83,6 +83,28 @@ def credentials(
     typer.echo(f"to the SuperLink's host: {made.ca_certificate}, {made.certificate}, {made.key}, {out}/sites/*.pub")
     typer.echo(f"to each site, and to nobody else: {made.ca_certificate} and its own {out}/sites/NAME")
     typer.echo(f"{out}/ca.key signs new certificates: keep it offline")
+
+
+def _read_runs(paths: list[Path]) -> tuple[Any, float | None]:
+    """All rounds as one table, each path's runs apart, and the median of the measured noise scales.
+
+    Raises:
+        UserError: One cannot be read, or is no table.
+    """
+    import statistics
+
+    import pandas as pd
+
+    from wattgym.envs.federation.fit import check_rounds
+
+    found = [_read_rounds(path) for path in paths]
+    tables = []
+    for number, (path, (table, _)) in enumerate(zip(paths, found, strict=True)):
+        check_rounds(table, str(path))
+        own = table["run"].astype(str) if "run" in table else ""
+        tables.append(table.assign(run=f"{number} " + own, work=table.get("work", 1.0)))
+    scales = [scale for _, scale in found if scale is not None]
+    return pd.concat(tables, ignore_index=True), statistics.median(scales) if scales else None
 
 
 def _read_rounds(path: Path) -> tuple[Any, float | None]:
