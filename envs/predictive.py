@@ -108,7 +108,9 @@ class JobEstimates:
         before_w, self.now_w = self.now_w, self._model.job_power_w(position)
         self.expected_w = self.share * self.now_w + (1.0 - self.share) * before_w
         self.draw = ratio = sensed_w / np.maximum(self.expected_w, 1e-9)
-        followed, self.follows = self.follows, ratio >= FOLLOWS * self._ratio
+        # However much of the command acts within the period, the job draws no less than at the lower of its two limits.
+        least_w = np.minimum(self.now_w, before_w)
+        followed, self.follows = self.follows, sensed_w >= FOLLOWS * self._ratio * least_w
         both = followed & self.follows
         step = (self.now_w - before_w) / self._full
         answer = (sensed_w / self._ratio - before_w) / self._full

@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy.optimize import minimize
 
 from wattgym.agents.baselines import make_baseline, make_tunable
@@ -126,6 +128,19 @@ def test_dead_time_gain_and_dips_are_told_apart():
     jobs.update(position[-1], np.array([[50.0, nominal[-1, 0, 1]]]))
     assert jobs.follows.tolist() == [[False, True]]
     np.testing.assert_allclose(jobs.gain, before, atol=2e-3)
+
+
+@given(st.lists(st.floats(0.0, 1.0), min_size=2, max_size=12), st.floats(0.0, 1.0))
+def test_a_limit_that_moves_far_is_no_dip_whatever_the_dead_time(positions, share):
+    """Taken for one, the job's dead time is never learnt, and a site of one job swings about its target for good."""
+    nominal = 100.0 + 200.0 * np.array(positions)
+    jobs = JobEstimates(
+        SiteModel(ONE), PredictiveSettings(), np.full((1, 2), positions[0]), np.full((1, 2), nominal[0])
+    )
+    for k in range(1, len(positions)):
+        sensed = share * nominal[k] + (1.0 - share) * nominal[k - 1]
+        jobs.update(np.full((1, 2), positions[k]), np.full((1, 2), sensed))
+        assert jobs.follows.all()
 
 
 def pinned(**changes):
