@@ -1,5 +1,6 @@
 import csv
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -181,7 +182,10 @@ def test_sigterm_gives_back_at_once_and_leaves_log_and_report(deployed):
     assert run.given_back()
     assert err.strip() == "interrupted; the devices have been given back"
     assert RunFolder.open(run.out).info.status == "interrupted"
-    assert [int(row["tick"]) for row in run.rows] == list(range(1, len(run.rows) + 1))
+    # On a busy machine a period may be missed: it has no row, and is told.
+    ticks = [int(row["tick"]) for row in run.rows]
+    assert ticks == sorted(set(ticks))
+    assert ticks[-1] - len(ticks) == int(re.search(r"(\d+) periods missed", out)[1])
     assert "report.html" in out
     assert (run.out / "report.html").is_file()
     assert RunFolder.open(run.out / "job0").info.status == "interrupted"

@@ -72,7 +72,7 @@ def test_power_is_held_and_given_back(federation, tmp_path):
         adapter = initial(engine.members()["held"].shapes, config.seed)
         wait_until(lambda: limit_w(folders["held"], "h100-sxm:0") < 600.0)
         # Long enough that the controller's way to the target counts for little, on a busy machine too.
-        replies = ask(1, steps=90)
+        replies = ask(1, steps=200)
         for reply in replies.values():
             metrics = reply.metrics
             assert np.isfinite(metrics.energy_j), metrics
@@ -82,13 +82,13 @@ def test_power_is_held_and_given_back(federation, tmp_path):
         assert np.isnan(replies["held"].metrics.target_error_w)
         # What holds the power changes nothing of what is learned.
         with InProcessEngine(config) as plain:
-            requests = {"held": TrainRequest("power", 1, adapter, Assignment(local_steps=90))}
+            requests = {"held": TrainRequest("power", 1, adapter, Assignment(local_steps=200))}
             assert digest(plain.exchange(requests, 120.0)["held"][0].adapter) == digest(replies["held"].adapter)
 
         # A budget below what the lowest limit draws pauses the site: it is late; the next round goes on.
         requests = {"held": TrainRequest("power", 2, adapter, Assignment(local_steps=1000, power_w=10.0))}
         assert engine.exchange(requests, 4.0)["held"][0].fate is Fate.LATE
-        replies = ask(3)
+        replies = ask(3, steps=200)  # No fewer: some whole control periods have to lie within.
         assert np.isfinite(replies["shaped"].metrics.target_error_w)
 
         # The controller of one dies: its device is given back, it is replaced, and the round counts.
