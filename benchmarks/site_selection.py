@@ -13,13 +13,14 @@ from pathlib import Path
 
 import numpy as np
 
+from wattgym.agents.selection_bundle import SelectionBundleController, load_selection_bundle
 from wattgym.agents.selection_families import read_families
 from wattgym.agents.selection_rollout import SelectionArena
 from wattgym.agents.selection_scoring import episode_metrics
 from wattgym.agents.selectors import SELECTORS, make_selector
 from wattgym.agents.selectors.powertrip import GreedySettings, greedy_stop
 from wattgym.agents.selectors.ranking import pick, prefixes
-from wattgym.agents.selectors.selector import Turn
+from wattgym.agents.selectors.selector import Observing, Selector, Turn
 from wattgym.agents.validation import held_out_federation
 from wattgym.envs.federation.arrays import BoolArray, FloatArray
 from wattgym.envs.federation.config import SitesConfig, SiteSelectionConfig
@@ -42,8 +43,8 @@ EXPECTED = {
 """The same quantity from an independent calculation under the same assumptions; draws differ."""
 
 
-def speed() -> None:
-    """Rounds per CPU-second, and milliseconds per decision."""
+def speed(bundle: Path | None = None) -> None:
+    """Rounds per CPU-second, and milliseconds per decision, of an exported policy too if there is one."""
     config = SiteSelectionConfig(sites=SitesConfig(count=(20, 20)))
     env = SiteSelectionEnv(config)
     env.reset(seed=0)
@@ -68,11 +69,11 @@ def speed() -> None:
     print(f"batched, {batch} x 20 sites:    {done / (time.process_time() - begun):>10,.0f} rounds per CPU-second")
     print("\nmilliseconds per decision at 57 sites, one federation")
     selection = SiteSelection(SiteSelectionConfig(sites=SitesConfig(count=(57, 57))))
-    for name in SELECTORS:
-        if name == "horizon planner":
-            continue
+    selectors: list[Selector] = [make_selector(name) for name in SELECTORS if name != "horizon planner"]
+    if bundle is not None:
+        selectors.append(Observing(SelectionBundleController(load_selection_bundle(bundle))))
+    for selector in selectors:
         observation = selection.reset([0])
-        selector = make_selector(name)
         selector.reset(selection.task)
         spent, decisions = 0.0, 0
         while spent < 0.5 and decisions < 200:
@@ -86,7 +87,7 @@ def speed() -> None:
             if (outcome.terminated | outcome.truncated).any():
                 observation = selection.reset([decisions])
                 selector.reset(selection.task)
-        print(f"  {name:24s} {1e3 * spent / decisions:8.3f}")
+        print(f"  {selector.name:24s} {1e3 * spent / decisions:8.3f}")
 
 
 def plausible(draws: int = 300, sites: int = 20) -> None:
@@ -200,7 +201,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = {"speed": speed, "plausible": plausible, "headline": headline}
     parser.add_argument("parts", nargs="*", help=f"{', '.join(parts)}; default: all")
-    chosen = parser.parse_args().parts or list(parts)
+    parser.add_argument("--bundle", type=Path, help="exported selection policy whose decisions are timed as well")
+    options = parser.parse_args()
+    parts["speed"] = lambda: speed(options.bundle)
+    chosen = options.parts or list(parts)
     for part in chosen:
         if part not in parts:
             parser.error(f"unknown part '{part}'; known: {', '.join(parts)}")
