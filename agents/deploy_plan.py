@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from wattgym.envs.live.config import LiveConfig, LiveJob
 from wattgym.envs.observation import ObservationLayout
 from wattgym.envs.shaping import configured_signal
 from wattgym.errors import UserError
+from wattgym.files import check_folder
 from wattgym.live.config import DataConfig, JobConfig, ModelConfig
 from wattgym.live.handle import preflight
 from wattgym.runs import RUN_FILE
@@ -125,7 +125,9 @@ def plan_deployment(options: DeployOptions) -> Deployment:
     for job in live.jobs:
         preflight(job.training)
     check_devices(live)
-    _check_folder(folder)
+    check_folder(folder)
+    if folder.is_dir() and any(folder.iterdir()):
+        raise UserError(f"{folder}: folder is not empty; choose another one")
     controller = BundleController(bundle) if bundle is not None else make_baseline(options.policy)
     log: Literal["csv", "parquet"] = "parquet" if options.log == "parquet" else "csv"
     return Deployment(FallbackController(controller), env, live, folder, options.reference, log, options.policy)
@@ -264,16 +266,6 @@ def _check_contract(bundle: Bundle, env: PowerShapingConfig) -> None:
     if found is not None:
         field, wanted, shown = found
         raise UserError(f"{bundle.folder}: the plant's {field} is {shown!r}, the policy needs {wanted!r}")
-
-
-def _check_folder(folder: Path) -> None:
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not existing.is_dir():
-        raise UserError(f"{folder}: cannot write there: {existing} is no folder")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(f"{folder}: cannot write there: no permission to write in {existing}")
-    if existing == folder and any(folder.iterdir()):
-        raise UserError(f"{folder}: folder is not empty; choose another one")
 
 
 def _slug(policy: str) -> str:

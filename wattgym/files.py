@@ -140,3 +140,16 @@ def flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def check_folder(folder: Path) -> None:
+    """Refuses an unusable output folder before minutes of work are spent; creates nothing.
+
+    Raises:
+        UserError: It, or what it would lie in, is no folder or cannot be written to.
+    """
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise UserError(f"{folder}: cannot write results there: {existing} is no folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"{folder}: cannot write results there: no permission to write in {existing}")

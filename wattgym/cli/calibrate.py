@@ -40,12 +40,12 @@ def calibrate(
     from tqdm import tqdm
 
     from wattgym.agents.deploy_plan import DeployOptions, plan_jobs, plan_plant
-    from wattgym.cli.delivery import check_folder
     from wattgym.cli.stopping import terminable
     from wattgym.config import parse_config
     from wattgym.envs.live.calibration import PERIOD_S, RULES, CalibrationPlan
     from wattgym.envs.live.calibration import calibrate as run_calibration
     from wattgym.envs.live.plant import LivePlant
+    from wattgym.files import check_folder
 
     plan = parse_config(CalibrationPlan, {"minutes": minutes, "limits": limits, "seed": seed}, "calibrate")
     _ = plan.dwell_s  # a plan that is too short shows before jobs have loaded

@@ -1,27 +1,15 @@
-"""What commands that end in a folder of results have in common: the folder's check, the report, its provenance."""
+"""What commands that evaluate have in common: the report, and where its policies come from."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from wattgym.errors import UserError
-
 if TYPE_CHECKING:
     from wattgym.agents.policy import TrainedPolicy
     from wattgym.agents.results import EvaluationResult
-
-
-def check_folder(out: Path) -> None:
-    """Refuses an unusable output folder before minutes of work are spent; creates nothing."""
-    existing = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
-    if not existing.is_dir():
-        raise UserError(f"{out}: cannot write results there: {existing} is no folder")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(f"{out}: cannot write results there: no permission to write in {existing}")
 
 
 def deliver(result: EvaluationResult, out: Path) -> None:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from wattgym.cli.delivery import check_folder, deliver, policies_provenance
+from wattgym.cli.delivery import deliver, policies_provenance
+from wattgym.files import check_folder
 
 if TYPE_CHECKING:
     from wattgym.agents.baselines import TunedGains

@@ -40,11 +40,10 @@ def gap(
 
     from wattgym.agents import gap as gaps
     from wattgym.agents.deploy_plan import DeployOptions, plan_deployment
-    from wattgym.cli.delivery import check_folder
     from wattgym.cli.stopping import terminable
     from wattgym.envs.live.plant import LivePlant
     from wattgym.envs.profile import load_profile
-    from wattgym.files import atomic_write_json
+    from wattgym.files import atomic_write_json, check_folder
     from wattgym.metrics.pjm import pjm_variant
 
     rules = pjm_variant(variant)

@@ -54,10 +54,10 @@ def profile(
     interrupted sweep leaves the table of the visits that were made, but no profile.
     """
     from wattgym.agents.deploy_plan import DeployOptions
-    from wattgym.cli.delivery import check_folder
     from wattgym.config import parse_config
     from wattgym.envs.profiling import ProfilePlan
     from wattgym.errors import UserError
+    from wattgym.files import check_folder
 
     names = _knobs(knobs)
     settings = {

@@ -24,9 +24,8 @@ def tune(
     import yaml
 
     from wattgym.agents.search import search
-    from wattgym.cli.delivery import check_folder
     from wattgym.cli.train import resolve
-    from wattgym.files import atomic_write_text
+    from wattgym.files import atomic_write_text, check_folder
 
     target = out or study.with_name(f"{study.name}.best.yaml")
     check_folder(target.parent)
