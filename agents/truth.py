@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -25,8 +26,13 @@ class Truth:
         self.spec: PlantSpec = plant.true_spec
         self.delay_periods: IntArray = plant.delay_periods
 
+    @property
+    def setting(self) -> Command | None:
+        """The knobs in force; None where the power limit is the only one."""
+        return self._plant.setting
+
     def foresee(self, limit_w: FloatArray) -> FloatArray:
-        """Site power of the coming periods if these limits are commanded, other knobs neutral; nothing happens.
+        """Site power of the coming periods if these limits are commanded, other knobs as they are; nothing happens.
 
         Args:
             limit_w: Limits per GPU, shape `(N, B, J)`, W.
@@ -39,10 +45,10 @@ class Truth:
 
     def foresee_jobs(self, limit_w: FloatArray) -> FloatArray:
         """The same of each job, without hosts, shape `(N, B, J)`, W."""
-        twin = self._plant.fork()
+        twin, setting = self._plant.fork(), self._plant.setting
         power = np.empty(limit_w.shape)
         for k, limits in enumerate(limit_w):
-            twin.apply(Command(limits))
+            twin.apply(Command(limits) if setting is None else replace(setting, limit_w=limits))
             power[k] = twin.advance().meter_w
         return power
 

@@ -79,26 +79,40 @@ class PlantSpec:
         span = np.maximum(self.max_limit_w - self.min_limit_w, 1e-9)
         x = np.clip((command.limit_w - self.min_limit_w) / span, 0.0, 1.0) * (self.limit_grid.size - 1)
         index = np.minimum(x.astype(np.intp), self.limit_grid.size - 2)
-        power, speed = self.power_table_w, self.throughput_table
-        if self.knobs is not None and command.micro_batch is not None:
-            row = self.knobs.micro_index(command.micro_batch)[..., None, None]
-            power = np.take_along_axis(self.knobs.power_w, row, axis=2)[:, :, 0]
-            speed = np.take_along_axis(self.knobs.throughput, row, axis=2)[:, :, 0]
 
         def at(table: FloatArray) -> FloatArray:
             left = np.take_along_axis(table, index[..., None], axis=2)[..., 0]
             right = np.take_along_axis(table, index[..., None] + 1, axis=2)[..., 0]
             return left + (x - index) * (right - left)
 
-        power_w, throughput = at(power), at(speed)
-        if self.knobs is None:
-            return power_w, throughput
-        active = self.n_gpus if command.active_gpus is None else command.active_gpus
-        duty = np.ones_like(power_w) if command.duty is None else command.duty
-        steps = np.ones_like(self.n_gpus) if command.local_steps is None else command.local_steps
-        share = working_share(self.n_gpus, active, duty)
-        scaling = active_speed(self.n_gpus, active, steps, self.knobs.comm_share, self.knobs.straggler_share)
-        return self.knobs.idle_w + share * (power_w - self.knobs.idle_w), throughput * duty * scaling
+        power_w, throughput = self.tables(command)
+        return at(power_w), at(throughput)
+
+    def tables(self, setting: Command) -> tuple[FloatArray, FloatArray]:
+        """The tables under a setting of the other knobs; at the neutral one exactly those of the limit alone.
+
+        Args:
+            setting: Its limits do not matter.
+
+        Returns:
+            Power, W, and throughput relative to the neutral setting, over `limit_grid`, both `(B, J, K)`.
+
+        Raises:
+            UserError: A job cannot have the micro-batch.
+        """
+        power, speed, knobs = self.power_table_w, self.throughput_table, self.knobs
+        if knobs is None:
+            return power, speed
+        if setting.micro_batch is not None:
+            row = knobs.micro_index(setting.micro_batch)[..., None, None]
+            power = np.take_along_axis(knobs.power_w, row, axis=2)[:, :, 0]
+            speed = np.take_along_axis(knobs.throughput, row, axis=2)[:, :, 0]
+        active = self.n_gpus if setting.active_gpus is None else setting.active_gpus
+        duty = np.ones(self.n_gpus.shape) if setting.duty is None else setting.duty
+        steps = np.ones_like(self.n_gpus) if setting.local_steps is None else setting.local_steps
+        idle = 1.0 - working_share(self.n_gpus, active, duty)
+        scaling = duty * active_speed(self.n_gpus, active, steps, knobs.comm_share, knobs.straggler_share)
+        return power - idle[..., None] * (power - knobs.idle_w[..., None]), speed * scaling[..., None]
 
 
 @dataclass(eq=False, slots=True)

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from wattgym.config import FrozenModel
 from wattgym.envs.forecast import TargetForecast
-from wattgym.envs.plant import FloatArray, PlantSpec
+from wattgym.envs.plant import Command, FloatArray, PlantSpec
 from wattgym.envs.site_model import SiteModel, Split
 from wattgym.hw.limits import CommandRules
 
@@ -238,15 +238,20 @@ class PredictiveLoop:
         gained = ((model.throughput[:, :, -1] - model.throughput[:, :, 0]) * model.weight).sum(axis=1)
         self._worth = settings.throughput * gained / np.maximum(model.full_w - model.floor_w, 1e-9) * capacity_w
 
-    def see(self, position: FloatArray, sensed_w: FloatArray, targets_w: FloatArray) -> None:
+    def see(
+        self, position: FloatArray, sensed_w: FloatArray, targets_w: FloatArray, setting: Command | None = None
+    ) -> None:
         """Learns from the last period and plans.
 
         Args:
             position: Limits in force in it, positions in their range, shape `(B, J)`.
             sensed_w: Sensed power of each job in it, W.
             targets_w: Target of the coming period and those announced after it, shape `(B, K)`, W.
+            setting: Other knobs in force at its end; None where the limit is the only one.
         """
         settings, model, base, capacity = self._settings, self.model, self._base, self._capacity
+        if setting is not None:
+            model.follow(setting)
         if self.jobs is None:
             self.jobs = JobEstimates(model, settings, position, sensed_w)
         else:
@@ -274,6 +279,12 @@ class PredictiveLoop:
             throughput=self._worth,
             move=settings.move * np.minimum(capacity / moving, 10.0),
         )
+
+    @property
+    def target_w(self) -> FloatArray:
+        """Target of the coming period, shape `(B,)`, W."""
+        target: FloatArray = self._base + self._capacity * self.plan.target[:, 0]
+        return target
 
     def limits(self, command: FloatArray) -> FloatArray:
         """The limits at which the site draws what was planned.

@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from wattgym.envs.plant import FloatArray, IntArray, PlantSpec
+from wattgym.envs.plant import Command, FloatArray, IntArray, PlantSpec
 
 Split = Literal["proportional", "optimal"]
 """`proportional`: one position in every job's limit range. `optimal`: where another watt trains most."""
@@ -36,11 +36,24 @@ class SiteModel:
         self.weight = gpus / gpus.sum(axis=1, keepdims=True)
         self.grid = spec.limit_grid
         self.host_w = spec.host_w
-        self.power_w = np.maximum.accumulate(spec.power_table_w, axis=2)
-        self.throughput = spec.throughput_table
+        self._spec, self._split = spec, split
+        self._take(spec.power_table_w, spec.throughput_table)
+
+    def follow(self, setting: Command) -> None:
+        """Takes the tables of another setting of the knobs beside the limit.
+
+        Args:
+            setting: Its limits do not matter.
+        """
+        power_w, throughput = self._spec.tables(setting)
+        if not (np.array_equal(throughput, self.throughput) and np.array_equal(power_w, self._given_w)):
+            self._take(power_w, throughput)
+
+    def _take(self, power_w: FloatArray, throughput: FloatArray) -> None:
+        self._given_w, self.throughput = power_w, throughput
+        self.power_w = np.maximum.accumulate(power_w, axis=2)
         self.step_w = np.diff(self.power_w, axis=2)
-        self._split = split
-        if split == "optimal":
+        if self._split == "optimal":
             self._order = self._best_order()
 
     @property

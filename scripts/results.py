@@ -13,7 +13,7 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,7 +23,8 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 from pydantic import Field
-from results_page import ALL, Results, Rows, render, table
+from results_curves import curve, curves_table, figure
+from results_page import ALL, WITH_KNOBS, Results, Rows, render, table
 
 from wattgym import envs
 from wattgym.agents.baselines import BASELINES, ENERGY_MATCHED, LIMIT_ONLY, load_tuned, make_baseline, needs, usable
@@ -54,6 +55,23 @@ class Learned(FrozenModel):
     seeds: int = Field(ge=1)
 
 
+class Shaped(FrozenModel):
+    """Baselines that enter once more, with more knobs than the limit.
+
+    Attributes:
+        recipe: Recipe whose environment says which knobs, and under which rules.
+        baselines: Who enters.
+    """
+
+    recipe: str
+    baselines: tuple[str, ...]
+
+    def env(self) -> dict[str, Any]:
+        """What that changes in the environment."""
+        data = read_yaml(_recipe(self.recipe))["env"]
+        return {"action": {"knobs": data["action"]["knobs"]}, "knob_rules": data.get("knob_rules", {})}
+
+
 class ResultsPlan(FrozenModel):
     """Content of `configs/results.yaml`."""
 
@@ -64,6 +82,7 @@ class ResultsPlan(FrozenModel):
     scenarios: int = Field(ge=1)
     period_s: float = 2.0
     learned: tuple[Learned, ...] = ()
+    shaped: Shaped | None = None
     references: tuple[str, ...] = ()
     gpus: tuple[str, ...] | None = None
     baselines: tuple[str, ...] | None = None
@@ -98,7 +117,7 @@ def main(
     Args:
         plan: What to compare.
         cache: Folder of finished pieces.
-        page: The page; the table of all numbers lies beside it as CSV.
+        page: The page; beside it lie the tables of all numbers and of the learning curves as CSV, and their figure.
         scenarios: Fewer scenarios a family and GPU type than planned.
         steps: Fewer training steps than planned.
         seeds: Fewer training seeds than planned.
@@ -124,6 +143,9 @@ def main(
     groups = dict(_trained(settings, cache, jobs, budget if train else Budget(0.0), results))
     _evaluate(settings, cache, groups, budget, results)
     atomic_write_text(page.with_suffix(".csv"), table(results))
+    atomic_write_text(page.with_name("learning_curves.csv"), curves_table(results.curves))
+    if results.curves:
+        atomic_write_text(page.parent / "images" / "learning_curves.svg", figure(results.curves))
     atomic_write_text(page, render(settings.families, settings.references, settings.scenarios, results))
     print(f"{page}: {len(results.cells)} pieces, {len(results.not_run)} not run")
 
@@ -133,7 +155,7 @@ def _trained(
 ) -> Iterator[tuple[str, tuple[Path, ...]]]:
     """Trains what is not trained yet; yields the finished runs of each recipe."""
     for entry in plan.learned:
-        source = ROOT / "configs" / "recipes" / f"{entry.recipe}.yaml"
+        source = _recipe(entry.recipe)
         data = read_yaml(source)
         config = parse_training({**data, "train": {**data["train"], "total_steps": entry.steps}}, str(source))
         folder = cache / "runs" / f"{entry.recipe}-{entry.steps}"
@@ -155,7 +177,12 @@ def _trained(
                 f"{config.train.algorithm}, {entry.steps:,} steps, {len(runs)} seeds; validation reward "
                 f"{found['iqm']:.4f}{interval}"
             )
+            results.curves[entry.recipe] = [curve(run) for run in runs]
             yield entry.recipe, runs
+
+
+def _recipe(name: str) -> Path:
+    return ROOT / "configs" / "recipes" / f"{name}.yaml"
 
 
 def _evaluate(
@@ -163,22 +190,30 @@ def _evaluate(
 ) -> None:
     tuned = load_tuned()
     names = plan.baselines or tuple(name for name in BASELINES if name != ENERGY_MATCHED)
+    shaped = plan.shaped.baselines if plan.shaped else ()
     lacking = tuple(name for name in names if not usable(name, LIMIT_ONLY))
     results.not_run += [
-        f"{name}: needs {' and '.join(needs(name))}, the sites here have limits alone" for name in lacking
+        f"{name}: needs {' and '.join(needs(name))}, the sites here have limits alone"
+        for name in lacking
+        if name not in shaped
     ]
     names = tuple(name for name in names if name not in lacking)
+    baselines = [_baseline(name, tuned.gains.get(name)) for name in names]
+    if plan.shaped:
+        env = plan.shaped.env()
+        baselines += [_baseline(name, tuned.gains.get(name), env, WITH_KNOBS) for name in shaped]
     surfaces = surface_library().select(split="test", cap_sensitive=True)
     gpus = plan.gpus if plan.gpus is not None else (ALL, *sorted({surface.gpu for surface in surfaces}))
     skipped: dict[str, list[str]] = {}
     refused: dict[str, list[str]] = {}
     entrants = [entrant for name, runs in groups.items() for entrant in _learned(name, runs)]
+    results.with_knobs |= {e.name for e in entrants if e.env["action"].beside_limit}
     # The site with every GPU type first: if time runs out, single types are what is missing.
     for gpu in gpus:
         ids = "test" if gpu == ALL else tuple(surface.id for surface in surfaces if surface.gpu == gpu)
         for family in plan.families:
             cell = _Cell(plan, cache, family, gpu, {**plan.site, "surfaces": ids})
-            for entrant in [*entrants, *(_baseline(name, tuned.gains.get(name)) for name in names)]:
+            for entrant in [*entrants, *baselines]:
                 name = entrant.name
                 found = cell.cached(entrant)
                 if found is None and not budget.spent:
@@ -192,7 +227,7 @@ def _evaluate(
                 else:
                     results.cells[family, gpu, name] = found
     results.not_run += [f"{text} ({'; '.join(cells)})" for text, cells in refused.items()]
-    everybody = [entrant.name for entrant in entrants] + list(names)
+    everybody = [entrant.name for entrant in [*entrants, *baselines]]
     for cell_name, missing in skipped.items():
         who = "every controller" if missing == everybody else ", ".join(missing)
         results.not_run.append(f"{cell_name}: {who} (no time)")
@@ -206,13 +241,15 @@ class Entrant:
         name: Name in tables.
         identity: What its results depend on beside the scenarios; a change makes them out of date.
         make: Makes the controller, or one for each training run.
-        env: Environment that its actions and observations are those of; None for baselines, which command limits.
+        env: What its environment has that is not the plan's: for a policy, all that it acts in.
+        commands: Whether its actions are settings whatever actions mean in that environment, as those of baselines are.
     """
 
     name: str
     identity: list[str]
     make: Callable[[], list[Controller]]
-    env: PowerShapingConfig | None = None
+    env: Mapping[str, Any]
+    commands: bool = False
 
 
 class Still:
@@ -223,15 +260,16 @@ class Still:
 
     def reset(self, task: ControlTask) -> None:
         """Remembers how many numbers an action has."""
-        self._shape = (task.base_w.size, task.layout.jobs)
+        self._shape = (task.base_w.size, task.layout.actions)
 
     def act(self, observation: NDArray[np.float32]) -> FloatArray:
         """Nothing is added."""
         return np.zeros(self._shape)
 
 
-def _baseline(name: str, settings: Any) -> Entrant:
-    return Entrant(name, [repr(settings)], lambda: [make_baseline(name)])
+def _baseline(name: str, settings: Any, env: Mapping[str, Any] | None = None, suffix: str = "") -> Entrant:
+    identity = [repr(settings), *([] if env is None else [repr(env)])]
+    return Entrant(name + suffix, identity, lambda: [make_baseline(name)], env or {}, commands=True)
 
 
 def _learned(name: str, runs: tuple[Path, ...]) -> list[Entrant]:
@@ -243,12 +281,12 @@ def _learned(name: str, runs: tuple[Path, ...]) -> list[Entrant]:
             name,
             [_digest_of(path) for path in runs],
             lambda: [load_policy(path).controller for path in runs],
-            env,
+            dict(env),
         )
     ]
     if env.action.gains is not None or env.action.loop is not None:
         still = f"{name} without learning"
-        found.append(Entrant(still, [env.action.model_dump_json()], lambda: [Still(still)], env))
+        found.append(Entrant(still, [env.action.model_dump_json()], lambda: [Still(still)], dict(env)))
     return found
 
 
@@ -279,21 +317,20 @@ class _Cell:
         """Runs a controller, or all training runs of one, and keeps the metrics."""
         print(f"{self._family}, {self._gpu}: {entrant.name}", file=sys.stderr)
         if self._uncapped is None:
-            self._uncapped = self._stage(None).baseline(make_baseline("uncapped"))
-        if entrant.env is not None:
-            stage = self._stage(entrant.env)
-            rollouts = {controller.name: stage.policy(controller) for controller in entrant.make()}
+            self._uncapped = self._stage({}).baseline(make_baseline("uncapped"))
+        stage = self._stage(entrant.env)
+        if entrant.commands:
+            rollouts = {"": stage.baseline(*entrant.make())}
         else:
-            rollouts = {"": self._stage(None).baseline(*entrant.make())}
+            rollouts = {controller.name: stage.policy(controller) for controller in entrant.make()}
         rows = {run: dict(scenario_metrics(rollout, self._uncapped)) for run, rollout in rollouts.items()}
         plain = {run: {m: [_plain(x) for x in v.tolist()] for m, v in found.items()} for run, found in rows.items()}
         atomic_write_json(self._path(entrant.name), {"key": self._key(entrant), "rows": plain})
         return rows
 
-    def _stage(self, env: PowerShapingConfig | None) -> Stage:
+    def _stage(self, env: Mapping[str, Any]) -> Stage:
         common = {"site": self._site, "reward": self._plan.reward, "signal": {"infeasible": "track"}}
-        own = {} if env is None else dict(env)
-        config = PowerShapingConfig.model_validate({"period_s": self._plan.period_s, **own, **common})
+        config = PowerShapingConfig.model_validate({"period_s": self._plan.period_s, **env, **common})
         if config.period_s != self._plan.period_s:
             raise UserError(f"a policy was trained for periods of {config.period_s:g} s, not {self._plan.period_s:g} s")
         return Stage(config, self._family, self._scenarios)

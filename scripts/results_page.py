@@ -12,8 +12,9 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from results_curves import SHARES, Curve, curve_rows
 
-from wattgym.agents.baselines import load_tuned
+from wattgym.agents.baselines import ORACLES, load_tuned
 from wattgym.agents.scoring import REGULATION
 from wattgym.envs.plant import FloatArray
 from wattgym.metrics.statistics import Estimate, bootstrap, paired_difference
@@ -21,6 +22,9 @@ from wattgym.runs import git_state, installed_versions
 
 ALL = "all"
 """Name of the site whose jobs run on boards of every type of the test split."""
+
+WITH_KNOBS = ", all knobs"
+"""What the name of a baseline ends with that sets every knob."""
 
 OBJECTIVE = "score + throughput"
 """Mean of the regulation score's composite and the throughput retained: what the paired verdicts are about."""
@@ -49,11 +53,20 @@ class Results:
         cells: Rows by family, GPU type and controller.
         not_run: What the plan names and is missing, with the reason.
         budgets: Steps and seeds that each learned controller was trained with, and what validation says.
+        curves: Validations of each learned controller's runs.
+        with_knobs: Learned controllers that set more than the limit.
     """
 
     cells: dict[tuple[str, str, str], Rows] = field(default_factory=dict)
     not_run: list[str] = field(default_factory=list)
     budgets: dict[str, str] = field(default_factory=dict)
+    curves: dict[str, list[Curve]] = field(default_factory=dict)
+    with_knobs: set[str] = field(default_factory=set)
+
+    def equipped(self, name: str, like: str, names: Sequence[str]) -> str:
+        """A baseline with the knobs that another controller has, where it was run with them."""
+        armed = name + WITH_KNOBS
+        return armed if (like in self.with_knobs or like.endswith(WITH_KNOBS)) and armed in names else name
 
 
 def scores(results: Results, families: tuple[str, ...], gpu: str, name: str, metric: str) -> NDArray[np.float64] | None:
@@ -124,6 +137,7 @@ def render(families: tuple[str, ...], references: tuple[str, ...], scenarios: in
         "",
         *_verdicts(regulation, references, names, results),
     ]
+    lines += ["", "## Learning", "", *_learning(results)]
     for family in families:
         here = [name for name in names if (family, ALL, name) in results.cells]
         if here:
@@ -159,6 +173,26 @@ def _head(scenarios: int, results: Results) -> list[str]:
         f"Baselines are tuned with {tuned.budget} settings on {tuned.scenarios} training scenarios each.",
         "A residual *without learning* is what it is added to. [training.md](training.md#what-limits-a-policy) says "
         "what limits them.",
+        "",
+        f"*{WITH_KNOBS.removeprefix(', ').capitalize()}*: controllers that set micro-batch, active GPUs, duty and "
+        "local steps beside the limit ([knobs.md](knobs.md)), as the recipe *knobs* does, under its rules. Scenarios, "
+        "targets and the uncapped run are the same. Throughput counts samples; local steps are most of why it exceeds "
+        "1, and what they do to the loss is measured by `python benchmarks/accuracy.py`.",
+    ]
+
+
+def _learning(results: Results) -> list[str]:
+    """What the logs of the recipes say."""
+    if not results.curves:
+        return ["No recipe is trained."]
+    head = ["recipe", *(f"{share:.0%} of the steps" for share in SHARES), "best"]
+    return [
+        "Validation reward at a share of each recipe's steps, mean over its runs; every validation is in "
+        "[learning_curves.csv](learning_curves.csv). Residuals and imitations are judged before the first step too.",
+        "",
+        "![Validation reward over environment steps](images/learning_curves.svg)",
+        "",
+        *_markdown(head, curve_rows(results.curves)),
     ]
 
 
@@ -167,10 +201,14 @@ def _verdicts(families: tuple[str, ...], references: Sequence[str], names: list[
     if not families:
         return ["No regulation signal was planned."]
     rows = []
-    for name in (*results.budgets, *(other for other in references[1:] if other in names)):
+    oracles = [name for name in ORACLES if name in names]
+    judged = [other + suffix for suffix in ("", WITH_KNOBS) for other in references[1:]]
+    for name in (*results.budgets, *(other for other in judged if other in names)):
         own = [base for base in names if base == f"{name} without learning"]
         others = references if name in results.budgets else references[:1]
-        for reference in (*own, *others, *(other for other in names if "oracle" in other)):
+        # Limits alone: what the other knobs are worth.
+        plain = [name.removesuffix(WITH_KNOBS)] if name.endswith(WITH_KNOBS) else []
+        for reference in (*own, *plain, *(results.equipped(other, name, names) for other in (*others, *oracles))):
             cells = [name, reference]
             for metric in (OBJECTIVE, "pjm_composite", "throughput_retained", "actuations_per_h_per_job"):
                 ours = scores(results, families, ALL, name, metric)

@@ -62,16 +62,19 @@ class Configurations:
         power = np.take_along_axis(self.power_w, index, axis=2)[:, :, 0]
         return power, np.take_along_axis(self.throughput, index, axis=2)[:, :, 0]
 
-    def knob_positions(self, chosen: IntArray) -> dict[KnobName, FloatArray]:
-        """Positions of the knobs beside the limit that ask for a configuration per job, each `(B, J)`."""
-        spec = self._task.spec
+    def setting(self, chosen: IntArray) -> Command:
+        """A configuration per job as a command, with the highest limits."""
 
         def pick(values: NDArray[Any]) -> NDArray[Any]:
             return np.take_along_axis(values, chosen[..., None], axis=2)[..., 0]
 
-        command = Command(spec.max_limit_w, pick(self._micro), pick(self._active), pick(self._duty), self._steps)
-        rules = self._task.config.knob_rules
-        return {name: position_of(rules, name, command, spec) for name in self._task.layout.beside_limit}
+        limit_w = self._task.spec.max_limit_w
+        return Command(limit_w, pick(self._micro), pick(self._active), pick(self._duty), self._steps)
+
+    def knob_positions(self, setting: Command) -> dict[KnobName, FloatArray]:
+        """Positions of the knobs beside the limit that ask for a setting, each `(B, J)`."""
+        spec, rules = self._task.spec, self._task.config.knob_rules
+        return {name: position_of(rules, name, setting, spec) for name in self._task.layout.beside_limit}
 
     def _list_settings(self, task: ControlTask) -> None:
         spec, knobs, rules = task.spec, task.layout.knobs, task.config.knob_rules

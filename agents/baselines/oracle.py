@@ -1,6 +1,8 @@
-"""Model-predictive control with preview and the true plant: how well limits could do, a yardstick alone."""
+"""Model-predictive control with preview and the true plant: how well control could do, a yardstick alone."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,9 +10,11 @@ from pydantic import Field
 
 from wattgym.agents.baselines.program import TrackingProgram
 from wattgym.agents.baselines.settings import Range
+from wattgym.agents.baselines.slow_loop import SlowLoop
 from wattgym.agents.controller import Observed
 from wattgym.agents.truth import Truth
 from wattgym.config import FrozenModel
+from wattgym.envs.knobs import KnobName
 from wattgym.envs.plant import FloatArray
 from wattgym.envs.shaping import ControlTask
 from wattgym.envs.site_model import SiteModel
@@ -42,7 +46,7 @@ class OracleControl:
     The plan of the last period is tried on a twin of the plant, noise, checkpoints and lost commands included. Where
     the twin's power differs from the plan's model, the difference becomes the model's offset and `TrackingProgram` is
     solved again (a Gauss-Newton step with the true residual). Power is split between the jobs by their true tables.
-    Limits alone are used: what other knobs could add is not in this bound.
+    Where other knobs are enabled, a `SlowLoop` that knows the true tables sets them.
     """
 
     name = "oracle MPC"
@@ -67,6 +71,8 @@ class OracleControl:
         self._span_w = self._model.full_w - self._model.floor_w
         self._last_w = self._model.full_w
         self._plan_w = np.repeat(truth.targets_w[:, :1], self._settings.horizon, axis=1)
+        self._slow = SlowLoop(replace(task, spec=spec)) if task.layout.beside_limit else None
+        self._knobs: dict[KnobName, FloatArray] = {}
         self._tick = 0
 
     def act(self, observation: NDArray[np.float32]) -> FloatArray:
@@ -83,6 +89,8 @@ class OracleControl:
         ahead = np.minimum(self._tick + np.arange(settings.horizon), last)
         target = (self._truth.targets_w[:, ahead] - base) / capacity
         before = (self._last_w - task.base_w) / task.capacity_w
+        if (setting := self._truth.setting) is not None:
+            model.follow(setting)
         for _ in range(settings.rounds):
             command = (self._plan_w - base) / capacity
             earlier = np.concatenate([before[:, None], command[:, :-1]], axis=1)
@@ -103,9 +111,12 @@ class OracleControl:
         self._last_w = self._plan_w[:, 0]
         position = model.positions(self._last_w)
         self._plan_w = np.concatenate([self._plan_w[:, 1:], self._plan_w[:, -1:]], axis=1)
+        if self._slow is not None:
+            self._slow.step(self._truth.targets_w[:, min(self._tick, last)], np.ones_like(position))
+            self._knobs = self._slow.positions
         self._tick += 1
         seen = self._observed
-        return task.action_for(position, seen.feed_forward(observation), seen.limits(observation))
+        return task.action_for(position, seen.feed_forward(observation), seen.limits(observation), self._knobs)
 
     def _limits_w(self, power_w: FloatArray) -> FloatArray:
         spec = self._task.spec

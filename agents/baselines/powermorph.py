@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from wattgym.agents.baselines.configurations import Configurations, position_for, power_at
+from wattgym.agents.baselines.configurations import power_at
 from wattgym.agents.baselines.settings import Range
+from wattgym.agents.baselines.slow_loop import KEEP, SLOW_S, SlowLoop
 from wattgym.agents.controller import ObservedPower
 from wattgym.config import FrozenModel
 from wattgym.envs.plant import FloatArray
@@ -38,8 +39,8 @@ class PowerMorphSettings(FrozenModel):
             soon count for more.
     """
 
-    slow_s: float = Field(default=120.0, gt=0.0)
-    keep: float = Field(default=0.01, ge=0.0)
+    slow_s: float = Field(default=SLOW_S, gt=0.0)
+    keep: float = Field(default=KEEP, ge=0.0)
     proportional: float = Field(default=0.0, ge=0.0)
     integral: float = Field(default=0.001, ge=0.0)
     leak: float = Field(default=0.02, ge=0.0, le=1.0)
@@ -76,10 +77,7 @@ _SHIFTS = np.linspace(-1.0, 1.0, 129)
 class PowerMorph:
     """A slow loop over configurations, a fast loop over limits.
 
-    Slow (every `slow_s`): the moving average of the target is split between the jobs where another watt trains most, on
-    the upper envelope of each job's table of configurations (the Pareto front of power and throughput, profiled before
-    the run). A job whose share no configuration draws is mixed of the two around it, by turns. A configuration is
-    kept while another would train less than `keep` more.
+    Slow (every `slow_s`): a configuration per job is chosen for the moving average of the target (`SlowLoop`).
 
     Fast (every period): with the configurations as they are, all limits move alike until the table says the target's
     power, plus a PI correction of the sensed error (its integral leaks). The error is averaged over whole optimiser
@@ -101,39 +99,32 @@ class PowerMorph:
 
     def reset(self, task: ControlTask) -> None:
         """Works out the table; nothing is known of the site beyond it."""
-        settings, rules = self._settings, task.config.knob_rules
+        settings = self._settings
         self._task, self._observed = task, ObservedPower(task)
-        self._table = Configurations(task)
+        self._slow = SlowLoop(task, settings.slow_s, settings.keep)
         self._rise = largest_rise(task.spec, task.config.rules)
         period_s = task.spec.period_s
-        dwells = [getattr(rules, f"{name}_dwell_s", 0.0) for name in task.layout.beside_limit]
-        self._slow = max(math.ceil(max([settings.slow_s, *dwells]) / period_s - 1e-9), 1)
         self._window = max(math.ceil(task.config.site.knobs.step_s / period_s - 1e-9), 1)
         batch, jobs = task.spec.n_gpus.shape
         self._gain = self._ratio = np.ones((batch, jobs))
         self._follows: NDArray[np.bool_] = np.ones((batch, jobs), dtype=np.bool_)
         self._sensed_w: FloatArray = np.zeros((batch, jobs))
-        self._turn = np.full((batch, jobs), 0.5)
-        self._chosen = np.zeros((batch, jobs), dtype=np.int64)
         self._dips, self._lasting = np.full(batch, _FIRST_DIPS), np.full(batch, _FIRST_DIPS * settings.fill)
         self._errors: list[FloatArray] = []
         self._integral_w = np.zeros(batch)
-        self._mean_w: FloatArray | None = None
-        self._tick = 0
+        self._begun = False
 
     def act(self, observation: NDArray[np.float32]) -> FloatArray:
         """Both loops."""
         seen, settings = self._observed, self._settings
         target_w = seen.target_w(observation)
-        if self._mean_w is None:
-            self._mean_w = target_w
-            self._limits = seen.limits(observation)
-        self._mean_w = self._mean_w + (target_w - self._mean_w) / self._slow
-        if self._tick > 0:
+        if self._begun:
             self._learn(observation)
-        if self._tick % self._slow == 0:
-            self._choose(target_w if self._tick == 0 else self._mean_w)
-        self._tick += 1
+        else:
+            self._limits, self._begun = seen.limits(observation), True
+        if self._slow.step(target_w, self._gain):
+            shifted = (np.clip(self._slow.plan + shift, 0.0, 1.0) for shift in _SHIFTS)
+            self._curve_w = np.stack([power_at(x, self._slow.power_w, self._slow.grid) for x in shifted], axis=2)
 
         error_w = seen.error(observation) * self._task.capacity_w
         self._errors = [*self._errors, error_w][-self._window :]
@@ -145,13 +136,13 @@ class PowerMorph:
         self._integral_w += np.where(free, settings.integral * mean_w, 0.0) - settings.leak * self._integral_w
         limits = seen.limits(observation)
         position = np.minimum(position, limits + self._rise)
-        return self._task.action_for(position, seen.feed_forward(observation), limits, self._positions)
+        return self._task.action_for(position, seen.feed_forward(observation), limits, self._slow.positions)
 
     def _learn(self, observation: NDArray[np.float32]) -> None:
         """Takes the last period into the table."""
         seen, settings = self._observed, self._settings
         sensed, limits = seen.job_power_w(observation), seen.limits(observation)
-        ratio = sensed / power_at(limits, self._power_w, self._table.grid)
+        ratio = sensed / power_at(limits, self._slow.power_w, self._slow.grid)
         followed, self._follows = self._follows, ratio >= _FOLLOWS * self._ratio
         self._dips += (~followed).sum(axis=1)
         self._lasting += (~followed & ~self._follows).sum(axis=1)
@@ -163,36 +154,13 @@ class PowerMorph:
         self._gain = 1.0 + settings.credit * (self._ratio - 1.0)
         self._sensed_w = sensed * self._gain / self._ratio
 
-    def _choose(self, power_w: FloatArray) -> None:
-        """The slow loop."""
-        table, keep = self._table, self._settings.keep
-        level = table.level(table.envelope.positions(power_w, self._gain))[..., None]
-        lower, upper, share = (
-            np.take_along_axis(part, level, axis=2)[..., 0] for part in (table.lower, table.upper, table.share)
-        )
-        self._turn = self._turn + share
-        best = np.where(self._turn >= 1.0, upper, lower)
-        self._turn -= self._turn >= 1.0
-        wanted_w = np.take_along_axis(table.envelope.power_w, level, axis=2)[..., 0]
-        best_rate = np.take_along_axis(table.envelope.throughput, level, axis=2)[..., 0]
-        power, speed = table.tables(self._chosen)
-        at = position_for(wanted_w, power, table.grid)
-        reached = (power[..., 0] <= wanted_w + 1.0) & (power[..., -1] >= wanted_w - 1.0)
-        good = reached & (power_at(at, speed, table.grid) >= (1.0 - keep) * best_rate) & (self._tick > 0)
-        self._chosen = np.where(good, self._chosen, best)
-        self._power_w, _ = table.tables(self._chosen)
-        self._plan = position_for(wanted_w, self._power_w, table.grid)
-        self._positions = table.knob_positions(self._chosen)
-        shifted = (np.clip(self._plan + shift, 0.0, 1.0) for shift in _SHIFTS)
-        self._curve_w = np.stack([power_at(x, self._power_w, table.grid) for x in shifted], axis=2)
-
     def _trimmed(self, observation: NDArray[np.float32], power_w: FloatArray) -> FloatArray:
         """Positions at which the site draws a power: the plan's, all shifted alike."""
         fill, gain = (self._lasting / self._dips)[:, None], self._gain
-        held_w = gain * power_at(self._observed.limits(observation), self._power_w, self._table.grid)
+        held_w = gain * power_at(self._observed.limits(observation), self._slow.power_w, self._slow.grid)
         others_w = np.where(self._follows, 0.0, fill * self._sensed_w + (1.0 - fill) * held_w)
         budget_w = power_w - self._task.spec.host_w - others_w.sum(axis=1)
         curves = (self._curve_w * (gain * self._follows)[..., None]).sum(axis=1)
         shift = np.array([np.interp(b, curve, _SHIFTS) for b, curve in zip(budget_w, curves, strict=True)])
-        position: FloatArray = np.clip(self._plan + shift[:, None], 0.0, 1.0)
+        position: FloatArray = np.clip(self._slow.plan + shift[:, None], 0.0, 1.0)
         return position

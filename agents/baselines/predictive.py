@@ -7,7 +7,9 @@ from numpy.typing import NDArray
 
 from wattgym.agents.baselines.program import TrackingProgram
 from wattgym.agents.baselines.settings import Range
+from wattgym.agents.baselines.slow_loop import SlowLoop
 from wattgym.agents.controller import ObservedPower
+from wattgym.envs.knobs import Command, KnobName
 from wattgym.envs.plant import FloatArray
 from wattgym.envs.predictive import PredictiveLoop, PredictiveSettings
 from wattgym.envs.shaping import ControlTask
@@ -31,6 +33,7 @@ class PredictiveControl:
     The plan is for the site's power as the corrected model has it (`PredictiveLoop`), solved as a quadratic program
     with a command for every period (`TrackingProgram`). Squared error, worth of throughput, price of moves, bounds and
     rates over a short horizon are the common form of power control by MPC (for servers: Wang and Chen, HPCA 2008).
+    Where other knobs are enabled, a `SlowLoop` sets them, and the plan is for limits under what it has set.
     """
 
     def __init__(self, settings: PredictiveSettings, name: str = "MPC", split: Split = "proportional") -> None:
@@ -52,12 +55,20 @@ class PredictiveControl:
             self._settings, task.spec, task.config.rules, task.base_w, task.capacity_w, self._split
         )
         self._program = TrackingProgram(task.base_w.size, self._settings.horizon)
+        self._slow = SlowLoop(task) if task.layout.beside_limit else None
+        self._set: Command | None = None
+        self._knobs: dict[KnobName, FloatArray] = {}
 
     def act(self, observation: NDArray[np.float32]) -> FloatArray:
         """Learns from the last period, plans, and splits the coming period's power between the jobs."""
         seen, loop = self._observed, self._loop
         position = seen.limits(observation)
         targets_w = np.concatenate([seen.target_w(observation)[:, None], seen.preview_w(observation)], axis=1)
-        loop.see(position, seen.job_power_w(observation), targets_w)
+        loop.see(position, seen.job_power_w(observation), targets_w, self._set)
+        if self._slow is not None:
+            assert loop.jobs is not None
+            self._slow.step(targets_w[:, 0], loop.jobs.gain)
+            self._set, self._knobs = self._slow.setting, self._slow.positions
         commands = self._program.solve(**loop.plan._asdict(), offset=np.zeros_like(loop.plan.target))
-        return self._task.action_for(loop.limits(commands[:, 0]), seen.feed_forward(observation), position)
+        limits = loop.limits(commands[:, 0])
+        return self._task.action_for(limits, seen.feed_forward(observation), position, self._knobs)

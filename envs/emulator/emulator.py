@@ -188,7 +188,7 @@ class Emulator:
             limit_w=self._limit,
             age_s=self._age,
             decisions=self._decisions,
-            in_force=self._setting(),
+            in_force=self.setting,
         )
 
     def close(self) -> None:
@@ -207,7 +207,17 @@ class Emulator:
     def true_spec(self) -> PlantSpec:
         """The description with true power and throughput in place of the nominal; for oracles alone."""
         tables, demand = self._site.tables, self._site.demand_w[..., None]
-        return replace(self.spec, power_table_w=np.minimum(tables.ceiling_w, demand), throughput_table=tables.speed)
+        return replace(
+            self.spec,
+            power_table_w=np.minimum(tables.ceiling_w, demand),
+            throughput_table=tables.speed,
+            knobs=None if self._knobs is None else self._knobs.true_table,
+        )
+
+    @property
+    def setting(self) -> Command | None:
+        """The setting in force, every knob filled in; None where the power limit is the only knob."""
+        return None if self._knobs is None else replace(self._knobs.setting, limit_w=self._limit)
 
     @property
     def delay_periods(self) -> IntArray:
@@ -369,9 +379,6 @@ class Emulator:
             # Loading and writing go on whatever the knobs.
             out -= self._by_speed * (1.0 - share) * (out - knobs.idle_w)
 
-    def _setting(self) -> Command | None:
-        return None if self._knobs is None else replace(self._knobs.setting, limit_w=self._limit)
-
     def _lookup(self, limit_w: FloatArray) -> tuple[FloatArray, FloatArray]:
         x = (limit_w - self._low) * self._per_watt
         index = np.minimum(x.astype(np.intp), GRID - 2)
@@ -407,5 +414,5 @@ class Emulator:
             limit_w=self._limit,
             age_s=self._age,
             decisions=self._decisions,
-            in_force=self._setting(),
+            in_force=self.setting,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -144,6 +145,19 @@ class KnobDynamics:
         self._left_s -= self._period_s * progress
         self._left_s -= np.floor(self._left_s / self._step_s) * self._step_s
         return progress
+
+    @property
+    def true_table(self) -> KnobTable:
+        """The table with true power, throughput and shares in place of the nominal."""
+        shape = (*self._shape, self._steps)
+        ceiling, speed = self.limit_tables.reshape(2, *shape, GRID)
+        return replace(
+            self.table,
+            power_w=np.minimum(ceiling, self._demand_w.reshape(shape)[..., None]),
+            throughput=speed,
+            comm_share=self._comm.reshape(self._shape),
+            straggler_share=self._straggler.reshape(self._shape),
+        )
 
     @property
     def setting(self) -> Command:

@@ -17,6 +17,7 @@ from wattgym.agents.rollout import Arena
 from wattgym.agents.training import train
 from wattgym.envs.config import PowerShapingConfig
 from wattgym.envs.emulator.emulator import Emulator
+from wattgym.envs.knobs import KNOBS
 from wattgym.envs.shaping import PowerShaping
 from wattgym.envs.vector import PowerShapingVecEnv
 from wattgym.errors import UserError
@@ -34,10 +35,12 @@ class Steady:
         self._advice = advice
 
     def reset(self, task):
-        self._shape = task.spec.min_limit_w.shape
+        self._shape, self._actions = task.spec.min_limit_w.shape, task.layout.actions
 
     def act(self, observation):
-        return np.full(self._shape, self._advice)
+        action = np.zeros((self._shape[0], self._actions))
+        action[:, : self._shape[1]] = self._advice
+        return action
 
 
 def error_of(rollout):
@@ -53,6 +56,19 @@ def test_right_advice_is_worth_much_and_wrong_advice_costs():
     assert misled.limit.mean() < alone.limit.mean() - 0.05
     for rollout in (told, alone, misled):
         assert not rollout.changed.any()
+
+
+def test_an_adviser_sets_the_other_knobs_too_and_the_loop_plans_for_what_is_set():
+    action = {**ADVICE["action"], "knobs": list(KNOBS)}
+    arena, seeds = Arena(PowerShapingConfig.model_validate({**ADVICE, "action": action})), range(6)
+    told, alone = arena.run(OracleAdviser(), seeds), arena.run(Steady(), seeds)
+    capped = Arena(PowerShapingConfig.model_validate(ADVICE)).run(OracleAdviser(), seeds)
+    assert (told.throughput.mean(axis=1) > capped.throughput.mean(axis=1) + 0.02).all()
+    assert error_of(told) < 0.9 * error_of(alone)
+    assert error_of(told) < 1.1 * error_of(capped)
+    # Neutral knobs and no advice: the loop alone, whatever may be set.
+    plain = Arena(PowerShapingConfig.model_validate(ADVICE)).run(Steady(), seeds)
+    np.testing.assert_array_equal(alone.power_w, plain.power_w)
 
 
 def test_no_advice_is_near_what_a_program_with_a_command_a_period_does():
@@ -127,12 +143,17 @@ class Compared(OracleAdviser):
         return advice
 
 
-def test_a_policy_learns_to_advise_and_is_exported_with_its_loop(tmp_path):
+@pytest.mark.parametrize("knobs", [KNOBS[:1], KNOBS], ids=["limit", "all knobs"])
+def test_a_policy_learns_to_advise_and_is_exported_with_its_loop(tmp_path, knobs):
     imitation = {"expert": ADVISER, "steps": 3200, "passes": 1, "epochs": 6, "batch_size": 256, "learning_rate": 3e-3}
     rates = {"n_steps": 16, "n_epochs": 1, "learning_rate": 1e-12}
     config = parse_training(
         {
-            "env": {**ADVICE, "signal": {"families": {"synthetic_regd": 1}}},
+            "env": {
+                **ADVICE,
+                "action": {**ADVICE["action"], "knobs": list(knobs)},
+                "signal": {"families": {"synthetic_regd": 1}},
+            },
             "imitation": imitation,
             "train": {"total_steps": 256, "num_envs": 16, "learning_rate_end": 1e-12, "hyperparameters": rates},
             "validation": {"scenarios": 1, "episode_s": 600.0, "families": ["rega"]},
@@ -148,7 +169,10 @@ def test_a_policy_learns_to_advise_and_is_exported_with_its_loop(tmp_path):
     exported = Compared(BundleController(bundle))
     for who in (compared, exported):
         arena.run(who, seeds)
-    assert np.mean(np.square(compared.wrong)) < 0.8 * np.mean(np.square(compared.right))
+    # Of each knob on its own: what is larger does not drown what is smaller. Some are never asked for.
+    wrong, right = (np.square(part).reshape(-1, len(knobs), 3) for part in (compared.wrong, compared.right))
+    for k in range(len(knobs)):
+        assert wrong[:, k].mean() < 0.8 * right[:, k].mean() + 1e-3
     np.testing.assert_allclose(exported.wrong, compared.wrong, atol=1e-5)
 
 

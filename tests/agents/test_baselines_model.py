@@ -1,10 +1,13 @@
 """The nominal site model that baselines share, and how it splits power."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from wattgym.envs.knobs import Command, KnobTable
 from wattgym.envs.plant import PlantSpec
 from wattgym.envs.site_model import SiteModel
 
@@ -88,6 +91,38 @@ def test_splits_draw_what_was_asked_and_the_optimal_one_trains_most(seed, share,
             mixed = np.clip(position + 0.2 * (other - 0.5), 0.0, 1.0)
             cheaper = best.job_power_w(mixed).sum(axis=1) + 5.0 <= target
             assert (throughput(best, mixed) <= throughput(best, position) + 1e-9)[cheaper].all()
+
+
+def test_another_setting_has_other_tables_and_the_neutral_one_the_first_again():
+    table = KnobTable(
+        micro_batch=np.array([[[8, 4], [8, 4]]]),
+        micro_batches=np.full((1, 2), 2),
+        samples_per_update=np.full((1, 2), 8),
+        power_w=np.stack([TWO.power_table_w, TWO.power_table_w - [[[20.0], [0.0]]]], axis=2),
+        throughput=np.stack([TWO.throughput_table, TWO.throughput_table * [[[0.2], [1.0]]]], axis=2),
+        idle_w=np.full((1, 2), 50.0),
+        comm_share=np.zeros((1, 2)),
+        straggler_share=np.zeros((1, 2)),
+        max_local_steps=np.full((1, 2), 8),
+    )
+    model = SiteModel(shaped := replace(TWO, knobs=table), "optimal")
+    first = model.positions(np.array([260.0]))
+    # Job 0 in passes of 4 draws 20 W less and trains a fifth as fast: the watts go to job 1, which draws half of what
+    # it has above idle power when it works half of the time.
+    setting = Command(TWO.max_limit_w, np.array([[4, 8]]), duty=np.array([[1.0, 0.5]]))
+    model.follow(setting)
+    np.testing.assert_allclose(model.power_w, [[[80, 130, 180], [75, 100, 125]]])
+    np.testing.assert_allclose(model.throughput, [[[0.1, 0.18, 0.2], [0.25, 0.3, 0.35]]])
+    np.testing.assert_allclose(model.positions(np.array([10 + 80 + 100.0])), [[0.0, 0.5]])
+    for share in (0.0, 0.3, 1.0):
+        limit_w = TWO.min_limit_w + share * (TWO.max_limit_w - TWO.min_limit_w)
+        power_w, speed = shaped.response(replace(setting, limit_w=limit_w))
+        at = np.full((1, 2), share)
+        np.testing.assert_allclose(model.job_power_w(at), power_w)
+        np.testing.assert_allclose(model._lookup(model.throughput, at), speed)
+    model.follow(Command(TWO.max_limit_w))
+    np.testing.assert_array_equal(model.power_w, TWO.power_table_w)
+    np.testing.assert_array_equal(model.positions(np.array([260.0])), first)
 
 
 def test_slopes_are_those_of_the_table():

@@ -73,7 +73,7 @@ def test_recipes_are_trained_and_compared_alike(name):
         check_ranges(shortened(name))
 
 
-@pytest.mark.parametrize("name", ["residual_pi", "residual_identified", "advice"])
+@pytest.mark.parametrize("name", ["residual_pi", "residual_identified", "advice", "knobs"])
 def test_an_untrained_residual_is_what_it_is_added_to(name, tmp_path):
     # A rate of practically nothing leaves the first policy as it was.
     still = {"train.hyperparameters.learning_rate": 1e-12, "train.learning_rate_end": 1e-12}

@@ -1,5 +1,6 @@
 import csv
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import yaml
 from wattgym.errors import UserError
 from wattgym.metrics.statistics import iqm
 
+SHAPING = "PowerMorph (reconstruction), all knobs"
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 RECIPE = {
     "env": {
@@ -22,16 +24,28 @@ RECIPE = {
     "network": {"hidden": [8]},
     "validation": {"every_steps": 64, "scenarios": 1, "episode_s": 600.0, "families": ["rega"]},
 }
+SHAPED = {
+    **RECIPE,
+    "env": {
+        **RECIPE["env"],
+        "action": {"knobs": ["power_limit", "duty_cycle", "local_steps"]},
+        "knob_rules": {"hysteresis": 0.4},
+    },
+}
 PLAN = {
     "site": {"jobs": 2},
     "families": ["rega", "peak_event"],
     "episode_s": {"rega": 600, "peak_event": 3600},
     "scenarios": 3,
     "period_s": 10.0,
-    "learned": [{"recipe": "tiny", "steps": 64, "seeds": 2}],
-    "references": ["static cap"],
+    "learned": [
+        {"recipe": "tiny", "steps": 64, "seeds": 2},
+        {"recipe": "tiny_knobs", "steps": 64, "seeds": 1},
+    ],
+    "shaped": {"recipe": "tiny_knobs", "baselines": ["PowerMorph (reconstruction)", "pause/resume"]},
+    "references": ["static cap", "PowerMorph (reconstruction)"],
     "gpus": ["all", "v100"],
-    "baselines": ["static cap", "feed-forward + PI"],
+    "baselines": ["static cap", "feed-forward + PI", "PowerMorph (reconstruction)", "pause/resume"],
 }
 
 
@@ -45,11 +59,13 @@ def results(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, spec.name, module)
     spec.loader.exec_module(module)
     (tmp_path / "configs" / "recipes").mkdir(parents=True)
-    (tmp_path / "configs" / "recipes" / "tiny.yaml").write_text(yaml.safe_dump(RECIPE))
+    for name, recipe in (("tiny", RECIPE), ("tiny_knobs", SHAPED)):
+        (tmp_path / "configs" / "recipes" / f"{name}.yaml").write_text(yaml.safe_dump(recipe))
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump(PLAN))
     monkeypatch.setattr(module, "ROOT", tmp_path)
     yield module
-    sys.modules.pop("results_page", None)
+    for name in ("results_page", "results_curves"):
+        sys.modules.pop(name, None)
 
 
 def make(results, tmp_path, **options):
@@ -77,6 +93,25 @@ def test_the_page_is_made_from_finished_pieces_and_says_what_is_missing(results,
         assert rows[family, gpu, name, "nrmse"]["runs"] == ("2" if name == "tiny" else "1")
     assert ("peak_event", "all", "static cap", "pjm_composite") not in rows
     assert "| tiny | static cap |" in text
+    # Whoever sets more than the limit is compared with those who do, in the same scenarios.
+    assert "| tiny_knobs | PowerMorph (reconstruction), all knobs |" in text
+    assert "| tiny | PowerMorph (reconstruction) |" in text
+    assert "| PowerMorph (reconstruction), all knobs | PowerMorph (reconstruction) |" in text
+    power = {name: float(rows["rega", "all", name, "energy_kwh"]["value"]) for name in ("static cap", SHAPING)}
+    assert power[SHAPING] == pytest.approx(power["static cap"], rel=0.2)
+    assert float(rows["rega", "all", SHAPING, "throughput_retained"]["value"]) > float(
+        rows["rega", "all", "PowerMorph (reconstruction)", "throughput_retained"]["value"]
+    )
+    assert ("rega", "all", "pause/resume, all knobs", "nrmse") in rows
+    assert ("rega", "all", "pause/resume", "nrmse") not in rows
+    # What the logs said, in a table, a figure and the page.
+    curves = list(csv.DictReader((tmp_path / "learning_curves.csv").read_text().splitlines()))
+    assert {(c["recipe"], c["run"]) for c in curves} == {
+        ("tiny", "tiny-64-seed0"), ("tiny", "tiny-64-seed1"), ("tiny_knobs", "tiny_knobs-64-seed0")
+    }  # fmt: skip
+    best = max(float(c["validation_reward"]) for c in curves if c["recipe"] == "tiny_knobs")
+    assert re.search(rf"\| tiny_knobs \|.*\| {best:.3f} \|", text)
+    assert (tmp_path / "images" / "learning_curves.svg").read_text().startswith("<?xml")
     # The table is what the pieces hold.
     piece = results.read_json_object(tmp_path / "results" / "pieces" / "rega-all" / "static-cap.json")
     kept = [x for x in piece["rows"][""]["nrmse"] if x is not None]

@@ -73,11 +73,13 @@ def settled(emulator, command, *, periods=60):
 # What the knobs do
 
 
-@pytest.mark.parametrize("kind", ["absolute", "residual"])
-def test_neutral_knobs_change_nothing_bit_for_bit(kind):
-    base = {"site": {"jobs": 3}, "action": {"kind": kind}}
+@pytest.mark.parametrize(
+    "action", [{"kind": "absolute"}, {"kind": "residual"}, {"kind": "advice", "loop": {"split": "optimal"}}], ids=str
+)
+def test_neutral_knobs_change_nothing_bit_for_bit(action):
+    base = {"site": {"jobs": 3}, "action": action}
     plain = PowerShapingVecEnv(base, num_envs=5)
-    shaped = PowerShapingVecEnv({**base, "action": {"kind": kind, "knobs": KNOBS}}, num_envs=5)
+    shaped = PowerShapingVecEnv({**base, "action": {**action, "knobs": KNOBS}}, num_envs=5)
     plain.seed(4)
     shaped.seed(4)
     first = plain.layout.size
