@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from wattgym.agents.baselines.slow_loop import SlowLoop
 from wattgym.agents.truth import Truth
 from wattgym.envs.plant import FloatArray
 from wattgym.envs.shaping import ControlTask
@@ -21,8 +20,7 @@ class OracleAdviser:
     """Says of each job by how much it will draw more than the loop reckons with, found on a twin of the plant.
 
     It knows noise and phases to come, which nobody can. A policy that learns it with squared errors learns what is to
-    be expected of it, given what is seen; that is what a plan needs. Other knobs, where they are enabled, it sets by
-    the nominal tables (`SlowLoop`); what jobs draw it foresees under what is in force.
+    be expected of it, given what is seen; that is what a plan needs. Other knobs it leaves where the loop has them.
     """
 
     name = ADVISER
@@ -31,14 +29,13 @@ class OracleAdviser:
         """Waits for the truth."""
         self._task = task
         self._truth: Truth | None = None
-        self._slow = SlowLoop(task) if task.layout.beside_limit else None
 
     def inform(self, truth: Truth) -> None:
         """Takes the truth."""
         self._truth = truth
 
     def act(self, observation: NDArray[np.float32]) -> FloatArray:
-        """Advice for the coming period and where other knobs should be, shape `(B, A)`.
+        """Advice for the coming period, shape `(B, A)`.
 
         Raises:
             RuntimeError: Nobody told it the truth, or actions are no advice.
@@ -54,10 +51,4 @@ class OracleAdviser:
         advice: FloatArray = np.clip(
             surprise_w / spec.power_table_w[:, :, -1] / self._task.config.action.scale, -1.0, 1.0
         )
-        if self._slow is None:
-            return advice
-        assert loop.jobs is not None
-        self._slow.step(loop.target_w, loop.jobs.gain)
-        return np.concatenate(
-            [advice, *(self._slow.positions[n] - 1.0 for n in self._task.layout.beside_limit)], axis=1
-        )
+        return np.concatenate([advice, np.zeros((len(advice), self._task.layout.actions - advice.shape[1]))], axis=1)

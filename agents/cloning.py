@@ -180,7 +180,7 @@ def _sweep(
     stop: StopFlag,
 ) -> float:
     """One sweep over all shares; returns the critic's root mean square error."""
-    size, knobs = config.imitation.batch_size, len(config.env.action.knobs)
+    size = config.imitation.batch_size
     valued = config.train.algorithm in ON_POLICY
     observation = np.concatenate([share.observation.reshape(-1, share.observation.shape[2]) for share in shares])
     action = np.concatenate([share.action.reshape(-1, share.action.shape[2]) for share in shares])
@@ -202,11 +202,7 @@ def _sweep(
             squares.append(float(square.detach()))
         else:
             mean, square = model.policy.actor(x, deterministic=True), torch.zeros(())
-        # One network serves all knobs: none may drown the first; as advice, its wanted actions are the smallest.
-        error = ((mean - wanted) ** 2).reshape(len(rows), knobs, -1).mean(dim=(0, 2))
-        with torch.no_grad():
-            weight = torch.clamp(error[0] / torch.clamp(error, min=1e-12), max=1.0)
-        loss = (weight * error).sum() + square
+        loss = ((mean - wanted) ** 2).mean() + square
         optimiser.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.policy.parameters(), 1.0)

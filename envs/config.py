@@ -195,7 +195,8 @@ class ActionConfig(FrozenModel):
             `residual_pi`: added to what feed-forward + PI does, a loop in the environment: an action of 0 is that loop.
             `advice`: what a job will draw beyond what a predictive loop in the environment reckons with in the coming
                 period, as a share of its nominal full power; an action of 0 is that loop.
-            Residuals and advice leave other knobs neutral from 0 up, and reach their lowest end at −1.
+            Residuals leave other knobs neutral from 0 up, and reach their lowest end at −1. Beside advice, knobs are
+                moved from where the loop has them: by 0 not at all, by ±1 as far as their range reaches.
         scale: For all but `absolute`: the share of the limit range that an action of 1 moves (for `advice`, of full
             power); for `delta`, of every knob's range.
         gains: For `residual_pi`: the loop's gains. They go wherever the actions' meaning goes, into bundles too.
@@ -217,6 +218,10 @@ class ActionConfig(FrozenModel):
     def _read(self) -> ActionConfig:
         if not self.knobs or self.knobs != tuple(name for name in KNOBS if name in self.knobs):
             raise ValueError(f"knobs must be some of {', '.join(KNOBS)}, once each and in this order")
+        if self.kind in ("residual", "residual_pi", "advice") and "power_limit" not in self.knobs:
+            raise ValueError(
+                f"kind '{self.kind}' is about power limits; knobs must have power_limit, or kind be 'absolute'"
+            )
         if self.kind == "absolute" and self.scale != _SCALE:
             raise ValueError("scale has no meaning for kind 'absolute'; it goes with the other kinds")
         if (self.gains is None) == (self.kind == "residual_pi"):

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from pydantic import Field
 
 from wattgym.config import FrozenModel
 from wattgym.envs.forecast import TargetForecast
-from wattgym.envs.plant import Command, FloatArray, PlantSpec
+from wattgym.envs.knobs import Command, KnobName
+from wattgym.envs.plant import FloatArray, PlantSpec
 from wattgym.envs.site_model import SiteModel, Split
 from wattgym.hw.limits import CommandRules
+
+if TYPE_CHECKING:
+    from wattgym.envs.slow_loop import SlowLoop
 
 ASSUMED_SHARE = 0.6
 """Share of a command that acts within its period, before anything was seen of a job."""
@@ -202,6 +207,7 @@ class PredictiveLoop:
     response is modelled with the dead time that was seen; coming targets are those announced, or a forecast
     (`TargetForecast`). `see` takes in a period, `plan` is what follows for the next ones, `limits` carries a command
     out. An action may say what the loop's model does not know: by how much jobs will draw more than it reckons with.
+    Knobs beside the limit are set by a `SlowLoop`, and the plan is for limits under what is in force.
 
     Attributes:
         plan: What the period seen last leads to.
@@ -218,6 +224,7 @@ class PredictiveLoop:
         base_w: FloatArray,
         capacity_w: FloatArray,
         split: Split = "proportional",
+        slow: SlowLoop | None = None,
     ) -> None:
         """Starts from the nominal model.
 
@@ -228,7 +235,9 @@ class PredictiveLoop:
             base_w: Declared base power, shape `(B,)`, W.
             capacity_w: Offered capacity, shape `(B,)`, W.
             split: How power is split between jobs.
+            slow: Sets the knobs beside the limit; None where there are none.
         """
+        self._slow = slow
         self._settings, self._base, self._capacity = settings, base_w, capacity_w
         self.model = model = SiteModel(spec, split)
         self.jobs: JobEstimates | None = None
@@ -252,6 +261,8 @@ class PredictiveLoop:
         settings, model, base, capacity = self._settings, self.model, self._base, self._capacity
         if setting is not None:
             model.follow(setting)
+        if self._slow is not None:
+            self._slow.step(targets_w[:, 0], np.ones_like(position) if self.jobs is None else self.jobs.gain)
         if self.jobs is None:
             self.jobs = JobEstimates(model, settings, position, sensed_w)
         else:
@@ -281,10 +292,14 @@ class PredictiveLoop:
         )
 
     @property
-    def target_w(self) -> FloatArray:
-        """Target of the coming period, shape `(B,)`, W."""
-        target: FloatArray = self._base + self._capacity * self.plan.target[:, 0]
-        return target
+    def setting(self) -> Command | None:
+        """What the knobs beside the limit are to be in the coming period; None before the first and where none are."""
+        return None if self._slow is None else self._slow.setting
+
+    @property
+    def knobs(self) -> Mapping[KnobName, FloatArray]:
+        """The same as positions, each `(B, J)`."""
+        return {} if self._slow is None else self._slow.positions
 
     def limits(self, command: FloatArray) -> FloatArray:
         """The limits at which the site draws what was planned.

@@ -15,11 +15,13 @@ from wattgym.envs.config import OFFERS, PowerShapingConfig, SignalConfig
 from wattgym.envs.feedback import FeedbackLoop, IdentifiedModel
 from wattgym.envs.job_memory import JobMemory
 from wattgym.envs.knob_actions import KnobSettings, position_of, reachable_w
-from wattgym.envs.knobs import Command, KnobName
+from wattgym.envs.knobs import Command, KnobName, KnobTable
 from wattgym.envs.observation import ObservationBuilder, ObservationLayout, common_limit
 from wattgym.envs.plant import FloatArray, Plant, PlantSpec, Telemetry
-from wattgym.envs.predictive import PredictiveLoop
+from wattgym.envs.predictive import PredictiveLoop, PredictiveSettings
 from wattgym.envs.reward import reward_terms
+from wattgym.envs.site_model import Split
+from wattgym.envs.slow_loop import SlowLoop
 from wattgym.errors import UserError
 from wattgym.signals import Signal, draw_signal, named_signal, signal_from_trace, target_w
 
@@ -58,6 +60,23 @@ class ControlTask:
         per_error: FloatArray = self.capacity_w / (self.spec.full_w - self.spec.floor_w)
         return per_error
 
+    @property
+    def knobs(self) -> KnobTable:
+        """Nominal effect of knobs beside the limit.
+
+        Raises:
+            UserError: The environment enables none.
+        """
+        if self.spec.knobs is None:
+            raise UserError("this controller needs knobs beside the power limit; set action.knobs")
+        return self.spec.knobs
+
+    def predictive_loop(self, settings: PredictiveSettings, split: Split = "proportional") -> PredictiveLoop:
+        """A predictive loop for this task; where knobs beside the limit are enabled, it sets them too."""
+        spec, config, knobs = self.spec, self.config, self.layout.knobs
+        slow = SlowLoop(spec, knobs, config.knob_rules) if self.layout.beside_limit else None
+        return PredictiveLoop(settings, spec, config.rules, self.base_w, self.capacity_w, split, slow)
+
     def action_for(
         self,
         position: FloatArray,
@@ -89,6 +108,8 @@ class ControlTask:
                     parts.append(2.0 * wanted - 1.0)
                 elif kind == "delta":
                     parts.append((wanted - (last_knobs or {}).get(name, neutral)) / scale)
+                elif self.predictive is not None:
+                    parts.append(wanted - self.predictive.knobs[name])
                 else:
                     parts.append(wanted - 1.0)
             elif kind == "absolute":
@@ -211,8 +232,7 @@ class PowerShaping:
             task = replace(task, loop=FeedbackLoop(gains, task.limit_per_error))
             self._identified = IdentifiedModel(gains.identify, spec) if gains.identify > 0.0 else None
         if (own := config.action.loop) is not None:
-            predictive = PredictiveLoop(own, spec, config.rules, base, capacity, own.split)
-            task = replace(task, predictive=predictive)
+            task = replace(task, predictive=task.predictive_loop(own, own.split))
             self._memory = JobMemory(spec)
         beside = config.action.beside_limit
         self._settings = KnobSettings(config.knob_rules, beside, spec) if beside else None
@@ -278,6 +298,7 @@ class PowerShaping:
     def _requested(self, action: FloatArray) -> Command:
         if self._settings is None:
             return Command(self._limits(action))
+        assert self.task is not None
         jobs, asked, settings = self.layout.jobs, self._settings, self.config.action
         parts = {name: action[:, k * jobs : (k + 1) * jobs] for k, name in enumerate(self.layout.knobs)}
         positions: dict[KnobName, FloatArray] = {}
@@ -287,6 +308,8 @@ class PowerShaping:
                 positions[name] = 0.5 * (part + 1.0)
             elif settings.kind == "delta":
                 positions[name] = asked.position(name) + settings.scale * part
+            elif (predictive := self.task.predictive) is not None:
+                positions[name] = predictive.knobs[name] + part
             else:
                 positions[name] = 1.0 + part
         limits = self._limits(parts["power_limit"]) if "power_limit" in parts else self._highest_w

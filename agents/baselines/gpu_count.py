@@ -6,7 +6,6 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from wattgym.agents.baselines.configurations import nominal_table
 from wattgym.agents.baselines.settings import Range
 from wattgym.agents.controller import ObservedPower
 from wattgym.config import FrozenModel
@@ -50,7 +49,7 @@ class GpuCount:
         """Starts without a correction."""
         self._task, self._observed = task, ObservedPower(task)
         spec = task.spec
-        self._idle_w = nominal_table(task).idle_w
+        self._idle_w = task.knobs.idle_w
         self._per_gpu_w = (spec.power_table_w[:, :, -1] - self._idle_w) / spec.n_gpus
         self._fewest = fewest_active(task.config.knob_rules, spec.n_gpus)
         self._correction_w = np.zeros(task.base_w.size)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
 from wattgym.agents.baselines.program import TrackingProgram
 from wattgym.agents.baselines.settings import Range
-from wattgym.agents.baselines.slow_loop import SlowLoop
 from wattgym.agents.controller import Observed
 from wattgym.agents.truth import Truth
 from wattgym.config import FrozenModel
@@ -18,6 +15,7 @@ from wattgym.envs.knobs import KnobName
 from wattgym.envs.plant import FloatArray
 from wattgym.envs.shaping import ControlTask
 from wattgym.envs.site_model import SiteModel
+from wattgym.envs.slow_loop import SlowLoop
 
 
 class OracleSettings(FrozenModel):
@@ -71,7 +69,8 @@ class OracleControl:
         self._span_w = self._model.full_w - self._model.floor_w
         self._last_w = self._model.full_w
         self._plan_w = np.repeat(truth.targets_w[:, :1], self._settings.horizon, axis=1)
-        self._slow = SlowLoop(replace(task, spec=spec)) if task.layout.beside_limit else None
+        layout = task.layout
+        self._slow = SlowLoop(spec, layout.knobs, task.config.knob_rules) if layout.beside_limit else None
         self._knobs: dict[KnobName, FloatArray] = {}
         self._tick = 0
 

@@ -6,7 +6,6 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from wattgym.agents.baselines.configurations import nominal_table
 from wattgym.agents.baselines.settings import Range
 from wattgym.agents.controller import ObservedPower
 from wattgym.config import FrozenModel
@@ -57,7 +56,7 @@ class PauseResume:
         """Every job runs."""
         self._task, self._observed = task, ObservedPower(task)
         spec, settings = task.spec, self._settings
-        self._idle_w = nominal_table(task).idle_w
+        self._idle_w = task.knobs.idle_w
         self._span_w = spec.power_table_w[:, :, -1] - self._idle_w
         self._lowest = task.config.knob_rules.min_duty
         self._turn = max(round(settings.turn_s / spec.period_s), 1)

@@ -13,14 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from wattgym.agents.baselines.configurations import power_at
 from wattgym.agents.baselines.settings import Range
-from wattgym.agents.baselines.slow_loop import KEEP, SLOW_S, SlowLoop
 from wattgym.agents.controller import ObservedPower
 from wattgym.config import FrozenModel
+from wattgym.envs.configurations import power_at
 from wattgym.envs.plant import FloatArray
 from wattgym.envs.predictive import largest_rise
 from wattgym.envs.shaping import ControlTask
+from wattgym.envs.slow_loop import KEEP, SLOW_S, SlowLoop
 
 
 class PowerMorphSettings(FrozenModel):
@@ -101,7 +101,7 @@ class PowerMorph:
         """Works out the table; nothing is known of the site beyond it."""
         settings = self._settings
         self._task, self._observed = task, ObservedPower(task)
-        self._slow = SlowLoop(task, settings.slow_s, settings.keep)
+        self._slow = SlowLoop(task.spec, task.layout.knobs, task.config.knob_rules, settings.slow_s, settings.keep)
         self._rise = largest_rise(task.spec, task.config.rules)
         period_s = task.spec.period_s
         self._window = max(math.ceil(task.config.site.knobs.step_s / period_s - 1e-9), 1)

@@ -7,11 +7,9 @@ from numpy.typing import NDArray
 
 from wattgym.agents.baselines.program import TrackingProgram
 from wattgym.agents.baselines.settings import Range
-from wattgym.agents.baselines.slow_loop import SlowLoop
 from wattgym.agents.controller import ObservedPower
-from wattgym.envs.knobs import Command, KnobName
 from wattgym.envs.plant import FloatArray
-from wattgym.envs.predictive import PredictiveLoop, PredictiveSettings
+from wattgym.envs.predictive import PredictiveSettings
 from wattgym.envs.shaping import ControlTask
 from wattgym.envs.site_model import Split
 
@@ -51,24 +49,15 @@ class PredictiveControl:
     def reset(self, task: ControlTask) -> None:
         """Forgets what was learnt of the last site."""
         self._task, self._observed = task, ObservedPower(task)
-        self._loop = PredictiveLoop(
-            self._settings, task.spec, task.config.rules, task.base_w, task.capacity_w, self._split
-        )
+        self._loop = task.predictive_loop(self._settings, self._split)
         self._program = TrackingProgram(task.base_w.size, self._settings.horizon)
-        self._slow = SlowLoop(task) if task.layout.beside_limit else None
-        self._set: Command | None = None
-        self._knobs: dict[KnobName, FloatArray] = {}
 
     def act(self, observation: NDArray[np.float32]) -> FloatArray:
         """Learns from the last period, plans, and splits the coming period's power between the jobs."""
         seen, loop = self._observed, self._loop
         position = seen.limits(observation)
         targets_w = np.concatenate([seen.target_w(observation)[:, None], seen.preview_w(observation)], axis=1)
-        loop.see(position, seen.job_power_w(observation), targets_w, self._set)
-        if self._slow is not None:
-            assert loop.jobs is not None
-            self._slow.step(targets_w[:, 0], loop.jobs.gain)
-            self._set, self._knobs = self._slow.setting, self._slow.positions
+        loop.see(position, seen.job_power_w(observation), targets_w, loop.setting)
         commands = self._program.solve(**loop.plan._asdict(), offset=np.zeros_like(loop.plan.target))
         limits = loop.limits(commands[:, 0])
-        return self._task.action_for(limits, seen.feed_forward(observation), position, self._knobs)
+        return self._task.action_for(limits, seen.feed_forward(observation), position, loop.knobs)

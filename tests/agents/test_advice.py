@@ -31,14 +31,14 @@ class Steady:
 
     name = "steady"
 
-    def __init__(self, advice=0.0):
-        self._advice = advice
+    def __init__(self, advice=0.0, knobs=0.0):
+        self._advice, self._knobs = advice, knobs
 
     def reset(self, task):
         self._shape, self._actions = task.spec.min_limit_w.shape, task.layout.actions
 
     def act(self, observation):
-        action = np.zeros((self._shape[0], self._actions))
+        action = np.full((self._shape[0], self._actions), self._knobs)
         action[:, : self._shape[1]] = self._advice
         return action
 
@@ -58,7 +58,7 @@ def test_right_advice_is_worth_much_and_wrong_advice_costs():
         assert not rollout.changed.any()
 
 
-def test_an_adviser_sets_the_other_knobs_too_and_the_loop_plans_for_what_is_set():
+def test_the_loop_sets_the_other_knobs_and_plans_for_what_is_set():
     action = {**ADVICE["action"], "knobs": list(KNOBS)}
     arena, seeds = Arena(PowerShapingConfig.model_validate({**ADVICE, "action": action})), range(6)
     told, alone = arena.run(OracleAdviser(), seeds), arena.run(Steady(), seeds)
@@ -66,9 +66,10 @@ def test_an_adviser_sets_the_other_knobs_too_and_the_loop_plans_for_what_is_set(
     assert (told.throughput.mean(axis=1) > capped.throughput.mean(axis=1) + 0.02).all()
     assert error_of(told) < 0.9 * error_of(alone)
     assert error_of(told) < 1.1 * error_of(capped)
-    # Neutral knobs and no advice: the loop alone, whatever may be set.
+    # An action of 0 is the loop, knobs included; whoever moves them up to their ends has the loop with limits alone.
+    assert (alone.knobs[:, 60:] < 1.0).any(axis=(0, 1, 2)).any()
     plain = Arena(PowerShapingConfig.model_validate(ADVICE)).run(Steady(), seeds)
-    np.testing.assert_array_equal(alone.power_w, plain.power_w)
+    np.testing.assert_array_equal(arena.run(Steady(knobs=1.0), seeds).power_w, plain.power_w)
 
 
 def test_no_advice_is_near_what_a_program_with_a_command_a_period_does():
@@ -169,10 +170,10 @@ def test_a_policy_learns_to_advise_and_is_exported_with_its_loop(tmp_path, knobs
     exported = Compared(BundleController(bundle))
     for who in (compared, exported):
         arena.run(who, seeds)
-    # Of each knob on its own: what is larger does not drown what is smaller. Some are never asked for.
+    # Its advice is near the right one, and it leaves other knobs where the loop has them.
     wrong, right = (np.square(part).reshape(-1, len(knobs), 3) for part in (compared.wrong, compared.right))
-    for k in range(len(knobs)):
-        assert wrong[:, k].mean() < 0.8 * right[:, k].mean() + 1e-3
+    assert wrong[:, 0].mean() < 0.8 * right[:, 0].mean()
+    assert (wrong[:, 1:] < 1e-3).all()
     np.testing.assert_allclose(exported.wrong, compared.wrong, atol=1e-5)
 
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from wattgym.agents.baselines import BASELINES, make_baseline, make_tunable, needs, select_baselines, usable
-from wattgym.agents.baselines.configurations import Configurations, position_for, power_at
 from wattgym.agents.rollout import Arena
 from wattgym.agents.tuning import tune_baselines
 from wattgym.envs.config import PowerShapingConfig
+from wattgym.envs.configurations import Configurations, position_for, power_at
 from wattgym.envs.emulator.emulator import Emulator
 from wattgym.envs.knobs import Command
 from wattgym.envs.plant import Phase
@@ -32,6 +32,10 @@ def task_of(knobs, seeds=(1, 2), **changes):
     place = arena(knobs, **changes)
     place.draw(seeds)
     return place._shaping.task
+
+
+def configurations(task):
+    return Configurations(task.spec, task.layout.knobs, task.config.knob_rules)
 
 
 class Spy:
@@ -65,7 +69,7 @@ def mape(rollout, skip=15):
 @pytest.mark.parametrize("knobs", [ALL, SAME_ORDER, ["power_limit"], ["active_gpus", "duty_cycle"]])
 def test_the_table_is_the_plants_nominal_response(knobs):
     task = task_of(knobs)
-    table, spec = Configurations(task), task.spec
+    table, spec = configurations(task), task.spec
     rng = np.random.default_rng(0)
     for _ in range(10):
         chosen = rng.integers(0, table.power_w.shape[2], spec.n_gpus.shape)
@@ -84,7 +88,7 @@ def test_the_table_is_the_plants_nominal_response(knobs):
 def test_the_envelope_is_never_below_capping():
     for knobs in (ALL, SAME_ORDER, ["power_limit"]):
         task = task_of(knobs, seeds=range(6))
-        caps, envelope = SiteModel(task.spec), Configurations(task).envelope
+        caps, envelope = SiteModel(task.spec), configurations(task).envelope
         for share in np.linspace(0.0, 1.0, 7):
             power = caps.floor_w + share * (caps.full_w - caps.floor_w)
             capped, shaped = (
@@ -98,7 +102,7 @@ def test_the_envelope_is_never_below_capping():
 
 def test_gaps_between_configurations_are_mixed_in_time():
     task = task_of(["active_gpus"])
-    table = Configurations(task)
+    table = configurations(task)
     assert table.grid.size == 1
     gaps = table.share > 0
     assert gaps.mean() > 0.5

@@ -444,6 +444,10 @@ def test_an_infeasible_band_is_tracked_as_far_as_it_goes_and_the_rest_is_told():
     [
         ({"action": {"knobs": ["power_limit", "power_limit"]}}, "once each and in this order"),
         ({"action": {"knobs": []}}, "knobs must be some of power_limit, micro_batch"),
+        (
+            {"action": {"knobs": ["duty_cycle"], "kind": "advice", "loop": {}}},
+            "about power limits; knobs must have power_limit",
+        ),
         ({"action": {"knobs": ["micro_batch", "power_limit"]}}, "in this order"),
         ({"action": {"knobs": ["clock"]}}, "clock"),
         ({"knob_rules": {"min_duty": 0.2}}, "knob_rules is set, but action.knobs enables no knob"),

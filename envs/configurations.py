@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wattgym.envs.config import KnobRules
 from wattgym.envs.knob_actions import fewest_active, position_of
-from wattgym.envs.knobs import MIN_DUTY, Command, KnobName, KnobTable, active_speed, working_share
-from wattgym.envs.plant import FloatArray, IntArray
-from wattgym.envs.shaping import ControlTask
+from wattgym.envs.knobs import MIN_DUTY, Command, KnobName, active_speed, working_share
+from wattgym.envs.plant import FloatArray, IntArray, PlantSpec
 from wattgym.envs.site_model import SiteModel, Split
 
 LEVELS = 65
@@ -36,16 +36,19 @@ class Configurations:
         share: Share of the time in `upper` that makes the mean power the level's, same shape; 0 outside gaps.
     """
 
-    def __init__(self, task: ControlTask, split: Split = "optimal") -> None:
-        """Works the table out from the nominal description.
+    def __init__(
+        self, spec: PlantSpec, knobs: tuple[KnobName, ...], rules: KnobRules, split: Split = "optimal"
+    ) -> None:
+        """Works the table out.
 
         Args:
-            task: Its knobs say what may be set.
+            spec: The plant.
+            knobs: What may be set.
+            rules: Rules in force.
             split: How power is split between the jobs of a site.
         """
-        self._task = task
-        self._list_settings(task)
-        spec = task.spec
+        self._spec, self._knobs, self._rules = spec, knobs, rules
+        self._list_settings()
         low, high = self.power_w.min(axis=(2, 3)), self.power_w.max(axis=(2, 3))
         grid = np.linspace(0.0, 1.0, LEVELS)
         level_w = low[..., None] + grid * np.maximum(high - low, 1e-6)[..., None]
@@ -68,16 +71,15 @@ class Configurations:
         def pick(values: NDArray[Any]) -> NDArray[Any]:
             return np.take_along_axis(values, chosen[..., None], axis=2)[..., 0]
 
-        limit_w = self._task.spec.max_limit_w
-        return Command(limit_w, pick(self._micro), pick(self._active), pick(self._duty), self._steps)
+        return Command(self._spec.max_limit_w, pick(self._micro), pick(self._active), pick(self._duty), self._steps)
 
     def knob_positions(self, setting: Command) -> dict[KnobName, FloatArray]:
         """Positions of the knobs beside the limit that ask for a setting, each `(B, J)`."""
-        spec, rules = self._task.spec, self._task.config.knob_rules
-        return {name: position_of(rules, name, setting, spec) for name in self._task.layout.beside_limit}
+        beside = [name for name in self._knobs if name != "power_limit"]
+        return {name: position_of(self._rules, name, setting, self._spec) for name in beside}
 
-    def _list_settings(self, task: ControlTask) -> None:
-        spec, knobs, rules = task.spec, task.layout.knobs, task.config.knob_rules
+    def _list_settings(self) -> None:
+        spec, knobs, rules = self._spec, self._knobs, self._rules
         table = spec.knobs
         limits = slice(None) if "power_limit" in knobs else slice(-1, None)
         self.grid = spec.limit_grid if "power_limit" in knobs else np.array([1.0])
@@ -94,7 +96,7 @@ class Configurations:
         if "local_steps" in knobs:
             self._steps = np.minimum(table.max_local_steps, rules.max_local_steps)
         powers, speeds, micro, active_gpus, duties = [], [], [], [], []
-        for active, duty in self._working(task):
+        for active, duty in self._working():
             share = working_share(spec.n_gpus, active, duty)[..., None, None]
             speed = duty * active_speed(spec.n_gpus, active, self._steps, table.comm_share, table.straggler_share)
             idle = table.idle_w[..., None, None]
@@ -107,10 +109,9 @@ class Configurations:
         self.throughput = np.concatenate(speeds, axis=2)
         self._micro, self._active, self._duty = (np.concatenate(part, axis=2) for part in (micro, active_gpus, duties))
 
-    @staticmethod
-    def _working(task: ControlTask) -> list[tuple[IntArray, float]]:
+    def _working(self) -> list[tuple[IntArray, float]]:
         """Active GPUs and duty of the ways to work less, neutral first."""
-        knobs, rules, n_gpus = task.layout.knobs, task.config.knob_rules, task.spec.n_gpus
+        knobs, rules, n_gpus = self._knobs, self._rules, self._spec.n_gpus
         ways: list[tuple[IntArray, float]] = [(n_gpus, 1.0)]
         if "active_gpus" in knobs:
             fewest = fewest_active(rules, n_gpus)
@@ -174,16 +175,3 @@ def power_at(position: FloatArray, table_w: FloatArray, grid: FloatArray) -> Flo
     low, high = (np.take_along_axis(table_w, index[..., None] + k, axis=2)[..., 0] for k in (0, 1))
     found: FloatArray = low + (position - grid[index]) / (grid[index + 1] - grid[index]) * (high - low)
     return found
-
-
-def nominal_table(task: ControlTask) -> KnobTable:
-    """The nominal effect of knobs, for controllers that need one.
-
-    Raises:
-        UserError: The environment enables none.
-    """
-    from wattgym.errors import UserError
-
-    if task.spec.knobs is None:
-        raise UserError("this controller needs knobs beside the power limit; set action.knobs")
-    return task.spec.knobs

@@ -6,10 +6,10 @@ import math
 
 import numpy as np
 
-from wattgym.agents.baselines.configurations import Configurations, position_for, power_at
+from wattgym.envs.config import KnobRules
+from wattgym.envs.configurations import Configurations, position_for, power_at
 from wattgym.envs.knobs import Command, KnobName
-from wattgym.envs.plant import FloatArray
-from wattgym.envs.shaping import ControlTask
+from wattgym.envs.plant import FloatArray, PlantSpec
 
 SLOW_S = 120.0
 """Usual time between choices, seconds."""
@@ -31,31 +31,39 @@ class SlowLoop:
         periods: Periods from choice to choice.
         power_w: Power of the chosen configurations over the limits, shape `(B, J, K)`, W.
         plan: Positions at which the jobs draw what the choice was made for, shape `(B, J)`.
-        positions: Positions of the knobs beside the limit that ask for the choice, each `(B, J)`.
-        setting: The choice as a command, with the highest limits.
+        positions: Positions of the knobs beside the limit that ask for it, each `(B, J)`; none before the first.
+        setting: The choice as a command, with the highest limits; None before the first.
     """
 
     power_w: FloatArray
     plan: FloatArray
-    positions: dict[KnobName, FloatArray]
-    setting: Command
 
-    def __init__(self, task: ControlTask, slow_s: float = SLOW_S, keep: float = KEEP) -> None:
+    def __init__(
+        self,
+        spec: PlantSpec,
+        knobs: tuple[KnobName, ...],
+        rules: KnobRules,
+        slow_s: float = SLOW_S,
+        keep: float = KEEP,
+    ) -> None:
         """Works out the table; nothing is chosen yet.
 
         Args:
-            task: Its description is the table's source; its knobs say what may be set.
+            spec: The plant, the table's source.
+            knobs: What may be set.
+            rules: Rules in force.
             slow_s: Time between choices, seconds; the knobs' dwell times if those are longer.
             keep: Gain of throughput below which a job's configuration is kept.
         """
-        self._table, self._keep = Configurations(task), keep
+        self._table, self._keep = Configurations(spec, knobs, rules), keep
         self.grid = self._table.grid
-        rules = task.config.knob_rules
-        dwells = [getattr(rules, f"{name}_dwell_s", 0.0) for name in task.layout.beside_limit]
-        self.periods = max(math.ceil(max([slow_s, *dwells]) / task.spec.period_s - 1e-9), 1)
-        shape = task.spec.n_gpus.shape
+        dwells = [getattr(rules, f"{name}_dwell_s", 0.0) for name in knobs]
+        self.periods = max(math.ceil(max([slow_s, *dwells]) / spec.period_s - 1e-9), 1)
+        shape = spec.n_gpus.shape
         self._turn = np.full(shape, 0.5)
         self._chosen = np.zeros(shape, dtype=np.int64)
+        self.positions: dict[KnobName, FloatArray] = {}
+        self.setting: Command | None = None
         self._mean_w: FloatArray | None = None
         self._tick = 0
 
