@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from wattgym.agents.baselines import BASELINES, make_baseline, make_tunable, needs, select_baselines, usable
+from wattgym.agents.config import parse_training
 from wattgym.agents.rollout import Arena
+from wattgym.agents.training import train
 from wattgym.agents.tuning import tune_baselines
 from wattgym.envs.config import PowerShapingConfig
 from wattgym.envs.configurations import Configurations, position_for, power_at
@@ -282,13 +284,28 @@ def test_the_benchmark_compares_at_equal_targets(tmp_path):
     sys.modules["throughput_band"] = benchmark
     try:
         found.loader.exec_module(benchmark)
-        points = benchmark.band([0.5], range(1000, 1003), 200.0)
+        env = {"action": {"knobs": ALL}, "episode_s": 600.0, "site": {"jobs": 4}}
+        tiny = {
+            "train": {"total_steps": 64, "num_envs": 4, "hyperparameters": {"n_steps": 16}},
+            "network": {"hidden": [8]},
+            "validation": {"scenarios": 1, "episode_s": 600.0, "families": ["rega"]},
+        }
+        train(parse_training({"env": env, **tiny}, "test"), tmp_path / "run", progress=False)
+        learned = benchmark.learned(tmp_path / "run")
+        points = benchmark.band((*benchmark.CONTROLLERS, learned), [0.5], range(1000, 1003), 200.0)
         benchmark.plot(points, tmp_path / "band.png")
+        train(parse_training({"env": {**env, "period_s": 10.0}, **tiny}, "test"), tmp_path / "slow", progress=False)
+        with pytest.raises(UserError, match="not a policy for power shaping in periods of 2 s"):
+            benchmark.learned(tmp_path / "slow")
     finally:
         del sys.modules["throughput_band"]
-    capped, same_order, free = points
-    assert [p.level for p in points] == [0.5] * 3
+    capped, same_order, free, untrained = points
+    assert [p.level for p in points] == [0.5] * 4
     assert capped.gain == 0.0
     assert 0.0 < same_order.gain < free.gain
+    # Hardly trained, so it follows no target; what it draws and gains is its own.
+    assert untrained.controller == "learned, run"
+    assert abs(untrained.power - free.power) > 0.01
+    points = points[:3]
     assert all(0.93 < p.power < 1.05 for p in points)
     assert (tmp_path / "band.png").stat().st_size > 5000
