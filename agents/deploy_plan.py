@@ -21,8 +21,10 @@ from wattgym.agents.bundle import Bundle, BundleController, Contract, is_bundle,
 from wattgym.agents.fallback import FallbackConfig, FallbackController
 from wattgym.config import load_config, parse_config
 from wattgym.envs.config import ActionConfig, PowerShapingConfig
+from wattgym.envs.knobs import KnobName
 from wattgym.envs.live.access import check_devices
 from wattgym.envs.live.config import LiveConfig, LiveJob
+from wattgym.envs.live.knobs import check_knobs
 from wattgym.envs.observation import ObservationLayout
 from wattgym.envs.shaping import configured_signal
 from wattgym.errors import UserError
@@ -54,6 +56,7 @@ class DeployOptions:
     actuator: str | None = None
     arm: bool = False
     period_s: float | None = None
+    knobs: tuple[KnobName, ...] = ()
     compare: bool = False
     reference: str | None = None
     log: str = "csv"
@@ -108,7 +111,7 @@ def plan_deployment(options: DeployOptions) -> Deployment:
         UserError: Something is missing or cannot be used; the message says what.
     """
     seconds = duration_s(options.duration)
-    bundle = _bundle(options.policy)
+    bundle = _bundle(options.policy, options.knobs)
     env = _environment(options, bundle, seconds)
     folder = options.out or Path("runs") / f"deploy-{_slug(options.policy)}-{time.strftime('%Y%m%d-%H%M%S')}"
     live = plan_plant(options, env.site.jobs, folder)
@@ -117,6 +120,7 @@ def plan_deployment(options: DeployOptions) -> Deployment:
         raise UserError(f"{options.live}: has {len(live.jobs)} jobs, {owner} {env.site.jobs}")
     if bundle is not None:
         _check_contract(bundle, env)
+    check_knobs(live, env.action.knobs)
     if options.log not in ("csv", "parquet"):
         raise UserError(f"--log {options.log}: valid are csv and parquet")
     if options.reference not in (None, "run") and not Path(options.reference or "").is_dir():
@@ -146,23 +150,23 @@ def duration_s(text: str) -> float:
     return seconds
 
 
-def _bundle(policy: str) -> Bundle | None:
-    """The bundle, or None for a baseline."""
+def _bundle(policy: str, beside: tuple[KnobName, ...]) -> Bundle | None:
+    """The bundle, or None for a baseline, which may set some knobs beside the limit."""
     if policy in BASELINES:
         if policy == ENERGY_MATCHED:
             raise UserError(f"'{policy}' needs a controller to match, which a live run does not have")
         if policy in ORACLES:
             raise UserError(f"'{policy}' must be told the future, which nobody knows of a live run")
-        if not usable(policy, LIMIT_ONLY):
-            raise UserError(
-                f"'{policy}' needs {' and '.join(needs(policy))}; baselines are deployed on the limit alone"
-            )
+        if not usable(policy, (*LIMIT_ONLY, *beside)):
+            raise UserError(f"'{policy}' needs {' and '.join(needs(policy))}; name it with --knobs")
         return None
+    if beside:
+        raise UserError(f"--knobs is for baselines; {policy} sets the knobs that it was trained with")
     if is_bundle(policy):
         return load_bundle(policy)
     if (Path(policy) / RUN_FILE).is_file():
         raise UserError(f"{policy}: a training run; make a bundle of it first: wattgym export {policy} --out bundle")
-    known = ", ".join(name for name in BASELINES if name not in (ENERGY_MATCHED, *ORACLES) and usable(name, LIMIT_ONLY))
+    known = ", ".join(name for name in BASELINES if name not in (ENERGY_MATCHED, *ORACLES))
     raise UserError(f"{policy}: neither a policy bundle nor a baseline; baselines: {known}")
 
 
@@ -180,7 +184,9 @@ def _environment(options: DeployOptions, bundle: Bundle | None, seconds: float) 
         data = trained | {"signal": signal | {"offers": offers}, "episode_s": seconds}
         return parse_config(PowerShapingConfig, data, options.policy)
     jobs = plan_jobs(options)
-    data = {"signal": signal, "episode_s": seconds, "site": {"jobs": jobs}, "period_s": options.period_s or 2.0}
+    action = {"knobs": (*LIMIT_ONLY, *options.knobs)}
+    site, period_s = {"jobs": jobs}, options.period_s or 2.0
+    data = {"signal": signal, "episode_s": seconds, "site": site, "period_s": period_s, "action": action}
     return parse_config(PowerShapingConfig, data, "deploy")
 
 

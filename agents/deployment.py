@@ -49,6 +49,7 @@ class JobTick:
         loss: Loss of the last step.
         loss_mean: Mean loss over the last steps.
         warning: What its process complains of.
+        knobs: Setting in force of each enabled knob beside the limit, in the knob's own unit.
     """
 
     limit_w: float
@@ -63,6 +64,7 @@ class JobTick:
     loss: float | None
     loss_mean: float | None
     warning: str
+    knobs: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -120,8 +122,10 @@ class Tick:
     def row(self) -> dict[str, Any]:
         """A row of the log."""
         values = asdict(self)
-        jobs = values.pop("jobs")
-        return values | {f"job{j}_{name}": value for j, job in enumerate(jobs) for name, value in job.items()}
+        for j, job in enumerate(values.pop("jobs")):
+            knobs = job.pop("knobs")
+            values |= {f"job{j}_{name}": value for name, value in (job | knobs).items()}
+        return values
 
 
 @dataclass(eq=False)
@@ -238,7 +242,8 @@ class LiveRun:
         error = (float(outcome.power_w[0]) - float(outcome.target_w[0])) / capacity_w
         before_n = len(self.ticks)
         square = (self.ticks[-1].nrmse ** 2 * before_n if self.ticks else 0.0) + error**2
-        guards = self.plant.guards
+        guards, in_force = self.plant.guards, telemetry.in_force
+        told = {} if in_force is None else {name: in_force.of(name) for name in self.env.action.beside_limit}
         tick = Tick(
             tick=number,
             t_s=t_s,
@@ -275,6 +280,7 @@ class LiveRun:
                     loss=job.status.loss,
                     loss_mean=job.status.loss_mean,
                     warning=job.status.warning,
+                    knobs={name: float(value[0, j]) for name, value in told.items() if value is not None},
                 )
                 for j, job in enumerate(seen)
             ),

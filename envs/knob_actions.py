@@ -188,12 +188,6 @@ def position_of(rules: KnobRules, name: KnobName, command: Command, spec: PlantS
     Raises:
         UserError: A job cannot have the commanded micro-batch.
     """
-    values = {
-        "micro_batch": command.micro_batch,
-        "active_gpus": command.active_gpus,
-        "duty_cycle": command.duty,
-        "local_steps": command.local_steps,
-    }
-    if values[name] is None:
+    if command.of(name) is None:
         return np.ones(spec.n_gpus.shape)
     return np.clip(KnobSettings(rules, (name,), spec).shown(name, command), 0.0, 1.0)

@@ -59,6 +59,11 @@ class Command:
     duty: FloatArray | None = None
     local_steps: IntArray | None = None
 
+    def of(self, name: KnobName) -> FloatArray | IntArray | None:
+        """The setting of one knob."""
+        values = {"power_limit": self.limit_w, "duty_cycle": self.duty}
+        return values[name] if name in values else getattr(self, name)
+
 
 @dataclass(frozen=True, eq=False)
 class KnobTable:

@@ -64,9 +64,27 @@ def test_a_baseline_takes_jobs_from_devices_or_from_the_plant(folder):
     assert (plan.env.site.jobs, plan.live.actuator, plan.live.arm) == (1, "duty_cycle", True)
 
 
+def test_a_baseline_may_set_knobs_that_the_plant_has(folder):
+    options = {"job": "job.yaml", "jobs": 2, "out": folder / "out"}
+    plan = plan_deployment(DeployOptions("PowerMorph (reconstruction)", knobs=("micro_batch", "duty_cycle"), **options))
+    assert plan.env.action.knobs == ("power_limit", "micro_batch", "duty_cycle")
+    # Beside it, whoever limits nothing sets nothing either.
+    assert plan.env_for(plan.uncapped()).action.knobs == ("power_limit",)
+    assert plan_deployment(DeployOptions("pause/resume", knobs=("duty_cycle",), **options)).controller.name
+    with pytest.raises(UserError, match="'pause/resume' needs duty_cycle; name it with --knobs"):
+        plan_deployment(DeployOptions("pause/resume", **options))
+    (folder / "plant.yaml").write_text(
+        yaml.safe_dump({"jobs": [{"devices": ["h100-sxm:0", "h100-sxm:1"], "training": {**TINY, "ranks": 2}}]})
+    )
+    ranked = {"live": folder / "plant.yaml", "out": folder / "out"}
+    assert plan_deployment(DeployOptions("GPU-count scaling", knobs=("active_gpus",), **ranked)).env.site.jobs == 1
+    assert not (folder / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"knobs": ("duty_cycle",)}, "--knobs is for baselines"),
         ({"jobs": 7}, "--jobs 7: "),
         ({"period_s": 1.5}, "--period 1.5: "),
         ({"live": "plant.yaml"}, "plant.yaml: has 1 jobs, "),

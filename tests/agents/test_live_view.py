@@ -54,6 +54,10 @@ def test_rows_hold_every_number_of_tick_and_jobs():
     assert row["power_w"] == 962.4
     assert (row["job0_loss_mean"], row["job1_warning"]) == (5.25, "disk full")
     assert len(row) == 21 + 2 * 12
+    # Of other knobs it holds those that are enabled, in their own units.
+    shaped = replace(TICK, jobs=(replace(JOB, knobs={"micro_batch": 4.0, "duty_cycle": 0.5}),)).row()
+    assert (shaped["job0_micro_batch"], shaped["job0_duty_cycle"]) == (4.0, 0.5)
+    assert len(shaped) == 21 + 12 + 2
 
 
 @pytest.mark.parametrize(("state", "lost"), [("frozen", "somebody else set 600000 mW"), ("armed", "")])

@@ -103,14 +103,14 @@ def test_a_device_of_another_controller_is_refused(folder, capsys):
 class Deployed:
     """`wattgym deploy` in a process of its own."""
 
-    def __init__(self, folder, name, *options):
+    def __init__(self, folder, name, *options, policy="feed-forward"):
         self.out = folder / name
         command = [
             sys.executable,
             "-m",
             "wattgym",
             "deploy",
-            "feed-forward",
+            policy,
             "--jobs",
             "1",
             "--job",
@@ -159,11 +159,12 @@ class Deployed:
 
 @pytest.fixture(scope="module")
 def deployed(tmp_path_factory):
-    """Four deployments side by side, because most of their time is loading."""
+    """Five deployments side by side, because most of their time is loading."""
     folder = tmp_path_factory.mktemp("deploy")
     (folder / "job.yaml").write_text(yaml.safe_dump(JOB))
     runs = {
         "whole": Deployed(folder, "whole", "--duration", "6s", "--log", "parquet"),
+        "shaped": Deployed(folder, "shaped", "--duration", "6s", "--knobs", "duty_cycle", policy="pause/resume"),
         **{name: Deployed(folder, name, "--duration", "10m") for name in ("stopped", "killed", "orphaned")},
     }
     yield runs
@@ -247,3 +248,15 @@ def test_a_whole_deployment_reports_scores_and_losses(deployed):
     assert result.headline == "nrmse"
     frame = pd.read_parquet(run.out / "ticks.parquet")
     assert len(frame) == len(run.rows)
+
+
+@pytest.mark.slow
+def test_a_baseline_sets_the_knobs_that_it_is_given(deployed):
+    run = deployed["shaped"]
+    code, _, err = run.ended()
+    assert code == 0, err
+    duties = {float(row["job0_duty_cycle"]) for row in run.rows}
+    # It leaves limits at their ends and works, or pauses, by turns.
+    assert duties != {1.0}
+    assert "job0_micro_batch" not in run.rows[0]
+    assert run.given_back()

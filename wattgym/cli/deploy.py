@@ -25,6 +25,9 @@ def deploy(
     ] = None,
     arm: Annotated[bool, typer.Option("--arm", help="Really write to GPUs; WATTGYM_ARM=1 is needed too.")] = False,
     period: Annotated[float | None, typer.Option(help="Control period of a baseline, seconds; default: 2.")] = None,
+    knobs: Annotated[
+        str | None, typer.Option(help="What a baseline may set beside the limit, by commas, for example duty_cycle.")
+    ] = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Then run the same jobs uncapped for as long, as a baseline.")
     ] = False,
@@ -42,6 +45,7 @@ def deploy(
     """Run a controller on a live training loop; Ctrl-C, SIGTERM and crashes give the devices back."""
     from wattgym.agents.deploy import deploy as run_deployment
     from wattgym.agents.deploy_plan import DeployOptions
+    from wattgym.cli.knob_option import parse_knobs
 
     options = DeployOptions(
         policy=policy,
@@ -56,6 +60,7 @@ def deploy(
         actuator=actuator,
         arm=arm,
         period_s=period,
+        knobs=() if knobs is None else parse_knobs(knobs),
         compare=compare,
         reference=reference,
         log=log,

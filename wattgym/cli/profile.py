@@ -54,12 +54,13 @@ def profile(
     interrupted sweep leaves the table of the visits that were made, but no profile.
     """
     from wattgym.agents.deploy_plan import DeployOptions
+    from wattgym.cli.knob_option import parse_knobs
     from wattgym.config import parse_config
     from wattgym.envs.profiling import ProfilePlan
     from wattgym.errors import UserError
     from wattgym.files import check_folder
 
-    names = _knobs(knobs)
+    names = None if knobs is None else parse_knobs(knobs)
     settings = {
         "limits": limits,
         "repeats": repeats,
@@ -87,22 +88,6 @@ def profile(
         _live(options, names, plan, out)
     else:
         _emulated(config, names, plan, out)
-
-
-def _knobs(text: str | None) -> tuple[KnobName, ...] | None:
-    from wattgym.envs.knobs import KNOBS
-    from wattgym.errors import UserError
-
-    if text is None:
-        return None
-    asked = [part.strip() for part in text.split(",") if part.strip()]
-    for name in asked:
-        if name not in KNOBS:
-            raise UserError(f"--knobs: unknown knob '{name}'; known: {', '.join(KNOBS[1:])}")
-    beside = tuple(name for name in KNOBS[1:] if name in asked)
-    if not beside:
-        raise UserError(f"--knobs: names no knob beside the power limit; known: {', '.join(KNOBS[1:])}")
-    return beside
 
 
 def _emulated(config: Path | None, knobs: Sequence[KnobName] | None, plan: ProfilePlan, out: Path) -> None:
