@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from wattgym.config import FrozenModel
 from wattgym.envs.feedback import FeedbackGains
 from wattgym.envs.knobs import KNOBS, MIN_DUTY, KnobName
-from wattgym.envs.predictive import LoopSettings
+from wattgym.envs.loop_settings import LoopSettings
 from wattgym.hw.limits import CommandRules
 
 Split = Literal["train", "validation", "test"]

@@ -16,9 +16,10 @@ from wattgym.envs.feedback import FeedbackLoop, IdentifiedModel
 from wattgym.envs.job_memory import JobMemory
 from wattgym.envs.knob_actions import KnobSettings, position_of, reachable_w
 from wattgym.envs.knobs import Command, KnobName, KnobTable
+from wattgym.envs.loop_settings import PredictiveSettings
 from wattgym.envs.observation import ObservationBuilder, ObservationLayout, common_limit
 from wattgym.envs.plant import FloatArray, Plant, PlantSpec, Telemetry
-from wattgym.envs.predictive import PredictiveLoop, PredictiveSettings
+from wattgym.envs.predictive import PredictiveLoop
 from wattgym.envs.reward import reward_terms
 from wattgym.envs.site_model import Split
 from wattgym.envs.slow_loop import SlowLoop

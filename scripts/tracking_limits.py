@@ -37,8 +37,9 @@ from wattgym.agents.validation import held_out
 from wattgym.config import read_yaml
 from wattgym.envs.config import PowerShapingConfig
 from wattgym.envs.emulator.emulator import Emulator
+from wattgym.envs.loop_settings import LoopSettings
 from wattgym.envs.plant import Command, FloatArray, Phase, Telemetry
-from wattgym.envs.predictive import LoopSettings, PredictiveLoop
+from wattgym.envs.predictive import PredictiveLoop
 from wattgym.envs.shaping import ControlTask, PowerShaping
 from wattgym.metrics.statistics import paired_difference
 

@@ -29,7 +29,7 @@ from wattgym.agents.controller import Controller
 from wattgym.config import FrozenModel, load_config, parse_config
 from wattgym.envs.feedback import FeedbackGains
 from wattgym.envs.knobs import KnobName
-from wattgym.envs.predictive import PredictiveSettings
+from wattgym.envs.loop_settings import PredictiveSettings
 from wattgym.envs.site_model import Split
 from wattgym.errors import UserError
 

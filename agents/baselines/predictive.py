@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from wattgym.agents.baselines.program import TrackingProgram
 from wattgym.agents.baselines.settings import Range
 from wattgym.agents.controller import ObservedPower
+from wattgym.envs.loop_settings import PredictiveSettings
 from wattgym.envs.plant import FloatArray
-from wattgym.envs.predictive import PredictiveSettings
 from wattgym.envs.shaping import ControlTask
 from wattgym.envs.site_model import Split
 

@@ -11,8 +11,9 @@ from wattgym.agents.baselines.program import TrackingProgram
 from wattgym.agents.rollout import Arena
 from wattgym.envs.config import PowerShapingConfig
 from wattgym.envs.forecast import ORDER, TargetForecast
+from wattgym.envs.loop_settings import PredictiveSettings
 from wattgym.envs.plant import PlantSpec
-from wattgym.envs.predictive import JobEstimates, Plan, PredictiveSettings
+from wattgym.envs.predictive import JobEstimates, Plan
 from wattgym.envs.site_model import SiteModel
 
 
