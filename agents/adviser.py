@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from wattgym.agents.truth import Truth
 from wattgym.envs.plant import FloatArray
-from wattgym.envs.shaping import ControlTask
+from wattgym.envs.task import ControlTask
 
 ADVISER = "oracle adviser"
 """Its name as an expert to imitate."""

@@ -22,7 +22,7 @@ from wattgym.config import FrozenModel, parse_config
 from wattgym.envs.config import ActionConfig, KnobRules, ObservationConfig, PowerShapingConfig
 from wattgym.envs.observation import BOUND, ObservationLayout
 from wattgym.envs.plant import FloatArray
-from wattgym.envs.shaping import ControlTask
+from wattgym.envs.task import ControlTask
 from wattgym.errors import UserError
 from wattgym.files import read_json_object
 from wattgym.hw.limits import CommandRules

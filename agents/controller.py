@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from wattgym.envs.observation import ObservationLayout
 from wattgym.envs.plant import FloatArray
-from wattgym.envs.shaping import ControlTask
+from wattgym.envs.task import ControlTask
 
 
 class Controller(Protocol):

@@ -17,7 +17,7 @@ from wattgym.agents.controller import Controller
 from wattgym.config import FrozenModel
 from wattgym.envs.observation import BOUND
 from wattgym.envs.plant import FloatArray
-from wattgym.envs.shaping import ControlTask
+from wattgym.envs.task import ControlTask
 
 Float32Array = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]

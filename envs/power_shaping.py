@@ -16,7 +16,8 @@ from wattgym.envs.emulator.emulator import Emulator
 from wattgym.envs.observation import BOUND
 from wattgym.envs.plant import Plant
 from wattgym.envs.reward import TERMS
-from wattgym.envs.shaping import ControlTask, Outcome, PowerShaping
+from wattgym.envs.shaping import Outcome, PowerShaping
+from wattgym.envs.task import ControlTask
 
 
 def as_config(config: PowerShapingConfig | Mapping[str, Any] | None) -> PowerShapingConfig:

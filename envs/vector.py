@@ -18,7 +18,8 @@ from wattgym.envs.config import PowerShapingConfig
 from wattgym.envs.emulator.emulator import Emulator
 from wattgym.envs.power_shaping import action_space, as_config, observation_space
 from wattgym.envs.reward import TERMS
-from wattgym.envs.shaping import ControlTask, Outcome, PowerShaping
+from wattgym.envs.shaping import Outcome, PowerShaping
+from wattgym.envs.task import ControlTask
 from wattgym.errors import UserError
 
 

@@ -19,7 +19,7 @@ from wattgym.agents.rollout import Arena
 from wattgym.agents.validation import held_out
 from wattgym.envs.config import PowerShapingConfig
 from wattgym.envs.plant import FloatArray
-from wattgym.envs.shaping import ControlTask
+from wattgym.envs.task import ControlTask
 from wattgym.errors import UserError
 from wattgym.metrics.statistics import paired_difference
 

@@ -39,7 +39,7 @@ from wattgym.config import FrozenModel, load_config, read_yaml
 from wattgym.envs.config import PowerShapingConfig
 from wattgym.envs.emulator.surfaces import surface_library
 from wattgym.envs.plant import FloatArray
-from wattgym.envs.shaping import ControlTask
+from wattgym.envs.task import ControlTask
 from wattgym.errors import UserError
 from wattgym.files import atomic_write_json, atomic_write_text, read_json_object
 from wattgym.runs import RunFolder

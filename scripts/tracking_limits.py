@@ -40,7 +40,8 @@ from wattgym.envs.emulator.emulator import Emulator
 from wattgym.envs.loop_settings import LoopSettings
 from wattgym.envs.plant import Command, FloatArray, Phase, Telemetry
 from wattgym.envs.predictive import PredictiveLoop
-from wattgym.envs.shaping import ControlTask, PowerShaping
+from wattgym.envs.shaping import PowerShaping
+from wattgym.envs.task import ControlTask
 from wattgym.metrics.statistics import paired_difference
 
 RECIPES = Path(__file__).resolve().parents[1] / "configs" / "recipes"

@@ -11,8 +11,8 @@ from wattgym.agents.controller import ObservedPower
 from wattgym.config import FrozenModel
 from wattgym.envs.plant import FloatArray
 from wattgym.envs.reward import BAND
-from wattgym.envs.shaping import ControlTask
 from wattgym.envs.site_model import SiteModel
+from wattgym.envs.task import ControlTask
 
 REQUIRED_SHARE = 0.9
 """Share of time in which the error must be within `BAND` of the capacity."""

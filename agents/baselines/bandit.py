@@ -11,7 +11,7 @@ from wattgym.agents.controller import ObservedPower
 from wattgym.config import FrozenModel
 from wattgym.envs.plant import FloatArray
 from wattgym.envs.reward import reward_terms
-from wattgym.envs.shaping import ControlTask
+from wattgym.envs.task import ControlTask
 
 ARMS = 9
 """As many as EnergyUCB has frequencies."""

@@ -12,8 +12,8 @@ from wattgym.agents.controller import Observed
 from wattgym.envs.feedback import FeedbackGains, FeedbackLoop
 from wattgym.envs.observation import common_limit
 from wattgym.envs.plant import FloatArray
-from wattgym.envs.shaping import ControlTask
 from wattgym.envs.site_model import SiteModel, Split
+from wattgym.envs.task import ControlTask
 
 SEARCH = {"proportional": Range(0.0, 1.0), "integral": Range(0.01, 1.0), "rate": Range(0.1, 1.0)}
 """Where gains are searched."""

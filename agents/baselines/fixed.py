@@ -12,7 +12,7 @@ from wattgym.config import FrozenModel
 from wattgym.envs.knob_actions import position_of
 from wattgym.envs.knobs import Command, KnobName
 from wattgym.envs.plant import FloatArray
-from wattgym.envs.shaping import ControlTask
+from wattgym.envs.task import ControlTask
 
 
 class ZeusSettings(FrozenModel):

@@ -10,8 +10,8 @@ from wattgym.agents.baselines.settings import Range
 from wattgym.agents.controller import ObservedPower
 from wattgym.config import FrozenModel
 from wattgym.envs.plant import FloatArray
-from wattgym.envs.shaping import ControlTask
 from wattgym.envs.site_model import SiteModel
+from wattgym.envs.task import ControlTask
 
 
 class OfoSettings(FrozenModel):

@@ -13,9 +13,9 @@ from wattgym.agents.truth import Truth
 from wattgym.config import FrozenModel
 from wattgym.envs.knobs import KnobName
 from wattgym.envs.plant import FloatArray
-from wattgym.envs.shaping import ControlTask
 from wattgym.envs.site_model import SiteModel
 from wattgym.envs.slow_loop import SlowLoop
+from wattgym.envs.task import ControlTask
 
 
 class OracleSettings(FrozenModel):

@@ -19,8 +19,8 @@ from wattgym.config import FrozenModel
 from wattgym.envs.configurations import power_at
 from wattgym.envs.plant import FloatArray
 from wattgym.envs.predictive import largest_rise
-from wattgym.envs.shaping import ControlTask
 from wattgym.envs.slow_loop import KEEP, SLOW_S, SlowLoop
+from wattgym.envs.task import ControlTask
 
 
 class PowerMorphSettings(FrozenModel):

@@ -10,8 +10,8 @@ from wattgym.agents.baselines.settings import Range
 from wattgym.agents.controller import ObservedPower
 from wattgym.envs.loop_settings import PredictiveSettings
 from wattgym.envs.plant import FloatArray
-from wattgym.envs.shaping import ControlTask
 from wattgym.envs.site_model import Split
+from wattgym.envs.task import ControlTask
 
 SEARCH = {
     "move": Range(0.002, 0.3, log=True),

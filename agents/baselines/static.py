@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from wattgym.agents.controller import Observed
 from wattgym.envs.observation import common_limit
 from wattgym.envs.plant import FloatArray
-from wattgym.envs.shaping import ControlTask
+from wattgym.envs.task import ControlTask
 from wattgym.errors import UserError
 
 

@@ -11,7 +11,7 @@ from wattgym.agents.controller import ObservedPower
 from wattgym.config import FrozenModel
 from wattgym.envs.observation import common_limit
 from wattgym.envs.plant import FloatArray
-from wattgym.envs.shaping import ControlTask
+from wattgym.envs.task import ControlTask
 
 
 class TwoThresholdSettings(FrozenModel):
