@@ -151,7 +151,7 @@ def render(families: tuple[str, ...], references: tuple[str, ...], scenarios: in
 def _head(scenarios: int, results: Results) -> list[str]:
     git, versions, tuned = git_state(), installed_versions(), load_tuned()
     commit = f"{git.commit[:12]}{' with local changes' if git.dirty else ''}" if git else "unknown"
-    made = shlex.join(["python", *(Path(a).name if i == 0 else a for i, a in enumerate(sys.argv))])
+    made = shlex.join(["python", *(f"scripts/{Path(a).name}" if i == 0 else a for i, a in enumerate(sys.argv))])
     learned = [f"- **{name}**: {text}" for name, text in results.budgets.items()]
     return [
         "# Results",
