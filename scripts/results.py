@@ -142,11 +142,13 @@ def main(
     results = Results()
     groups = dict(_trained(settings, cache, jobs, budget if train else Budget(0.0), results))
     _evaluate(settings, cache, groups, budget, results)
+    # The page says whether the tree is as committed, so it is made before anything is written.
+    text = render(settings.families, settings.references, settings.scenarios, results)
     atomic_write_text(page.with_suffix(".csv"), table(results))
     atomic_write_text(page.with_name("learning_curves.csv"), curves_table(results.curves))
     if results.curves:
         atomic_write_text(page.parent / "images" / "learning_curves.svg", figure(results.curves))
-    atomic_write_text(page, render(settings.families, settings.references, settings.scenarios, results))
+    atomic_write_text(page, text)
     print(f"{page}: {len(results.cells)} pieces, {len(results.not_run)} not run")
 
 
