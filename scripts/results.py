@@ -67,9 +67,16 @@ class Shaped(FrozenModel):
     baselines: tuple[str, ...]
 
     def env(self) -> dict[str, Any]:
-        """What that changes in the environment."""
-        data = read_yaml(_recipe(self.recipe))["env"]
-        return {"action": {"knobs": data["action"]["knobs"]}, "knob_rules": data.get("knob_rules", {})}
+        """What that changes in the environment.
+
+        Raises:
+            UserError: The recipe enables no knob beside the limit.
+        """
+        source = _recipe(self.recipe)
+        env = parse_training(read_yaml(source), str(source)).env
+        if not env.action.beside_limit:
+            raise UserError(f"shaped.recipe: {source} enables no knob beside the power limit")
+        return {"action": {"knobs": env.action.knobs}, "knob_rules": env.knob_rules}
 
 
 class ResultsPlan(FrozenModel):

@@ -135,3 +135,6 @@ def test_a_plan_that_does_not_fit_is_one_line(results, tmp_path):
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump({**PLAN, "familys": []}))
     with pytest.raises(UserError, match="did you mean 'families'"):
         make(results, tmp_path)
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump({**PLAN, "shaped": {**PLAN["shaped"], "recipe": "tiny"}}))
+    with pytest.raises(UserError, match=r"tiny.yaml enables no knob beside the power limit"):
+        make(results, tmp_path, minutes=0.0)
