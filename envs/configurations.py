@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from wattgym.envs.config import KnobRules
 from wattgym.envs.knob_actions import fewest_active, position_of
-from wattgym.envs.knobs import MIN_DUTY, Command, KnobName, active_speed, working_share
+from wattgym.envs.knobs import MIN_DUTY, Command, KnobName
 from wattgym.envs.plant import FloatArray, IntArray, PlantSpec
 from wattgym.envs.site_model import SiteModel, Split
 
@@ -79,35 +79,26 @@ class Configurations:
         return {name: position_of(self._rules, name, setting, self._spec) for name in beside}
 
     def _list_settings(self) -> None:
-        spec, knobs, rules = self._spec, self._knobs, self._rules
-        table = spec.knobs
+        spec, knobs, table = self._spec, self._knobs, self._spec.knobs
         limits = slice(None) if "power_limit" in knobs else slice(-1, None)
-        self.grid = spec.limit_grid if "power_limit" in knobs else np.array([1.0])
+        self.grid = spec.limit_grid[limits]
         shape = spec.n_gpus.shape
-        if table is None:
-            self.power_w = np.maximum.accumulate(spec.power_table_w[:, :, None, limits], axis=3)
-            self.throughput = spec.throughput_table[:, :, None, limits]
-            ones = np.ones((*shape, 1), dtype=np.int64)
-            self._micro, self._active, self._duty = ones, spec.n_gpus[..., None], ones.astype(np.float64)
-            self._steps = ones[..., 0]
-            return
-        rows = table.micro_batch.shape[2] if "micro_batch" in knobs else 1
         self._steps = np.ones(shape, dtype=np.int64)
-        if "local_steps" in knobs:
-            self._steps = np.minimum(table.max_local_steps, rules.max_local_steps)
-        powers, speeds, micro, active_gpus, duties = [], [], [], [], []
-        for active, duty in self._working():
-            share = working_share(spec.n_gpus, active, duty)[..., None, None]
-            speed = duty * active_speed(spec.n_gpus, active, self._steps, table.comm_share, table.straggler_share)
-            idle = table.idle_w[..., None, None]
-            powers.append(idle + share * (table.power_w[:, :, :rows, limits] - idle))
-            speeds.append(speed[..., None, None] * table.throughput[:, :, :rows, limits])
-            micro.append(table.micro_batch[:, :, :rows])
-            active_gpus.append(np.repeat(active[..., None], rows, axis=2))
-            duties.append(np.full((*shape, rows), duty))
-        self.power_w = np.maximum.accumulate(np.concatenate(powers, axis=2), axis=3)
-        self.throughput = np.concatenate(speeds, axis=2)
-        self._micro, self._active, self._duty = (np.concatenate(part, axis=2) for part in (micro, active_gpus, duties))
+        sizes = self._steps[..., None]
+        if table is not None:
+            sizes = table.micro_batch[:, :, : None if "micro_batch" in knobs else 1]
+            if "local_steps" in knobs:
+                self._steps = np.minimum(table.max_local_steps, self._rules.max_local_steps)
+        settings = [
+            Command(spec.max_limit_w, size, active, np.full(shape, duty), self._steps)
+            for active, duty in self._working()
+            for size in np.moveaxis(sizes, 2, 0)
+        ]
+        tables = [spec.tables(setting) for setting in settings]
+        power_w, throughput = (np.stack(part, axis=2)[..., limits] for part in zip(*tables, strict=True))
+        self.power_w, self.throughput = np.maximum.accumulate(power_w, axis=3), throughput
+        told = zip(*((s.micro_batch, s.active_gpus, s.duty) for s in settings), strict=True)
+        self._micro, self._active, self._duty = (np.stack(part, axis=2) for part in told)
 
     def _working(self) -> list[tuple[IntArray, float]]:
         """Active GPUs and duty of the ways to work less, neutral first."""

@@ -236,10 +236,7 @@ class PowerShaping:
         spec, predictive = self.task.spec, self.task.predictive
         position = (telemetry.limit_w - spec.min_limit_w) / np.maximum(self._range, 1e-9)
         # A live sensor may have nothing to say; then the job counts as one that does what is expected of it.
-        setting = Command(telemetry.limit_w)
-        if telemetry.in_force is not None:
-            setting = replace(telemetry.in_force, limit_w=telemetry.limit_w)
-        expected_w, _ = spec.response(setting)
+        expected_w, _ = spec.response(telemetry.in_force or Command(telemetry.limit_w))
         sensed_w = np.where(np.isfinite(telemetry.sensor_w), telemetry.sensor_w, expected_w)
         known = telemetry.tick + np.arange(self.config.observation.preview_periods + 1)
         targets_w = self.targets_w[:, np.minimum(known, self.targets_w.shape[1] - 1)]

@@ -18,7 +18,7 @@ from wattgym.agents.controller import ObservedPower
 from wattgym.config import FrozenModel
 from wattgym.envs.configurations import power_at
 from wattgym.envs.plant import FloatArray
-from wattgym.envs.predictive import largest_rise
+from wattgym.envs.predictive import FOLLOWS, largest_rise
 from wattgym.envs.slow_loop import KEEP, SLOW_S, SlowLoop
 from wattgym.envs.task import ControlTask
 
@@ -60,9 +60,6 @@ SEARCH = {
     "fill": Range(0.0, 1.0),
 }
 """Where settings are searched."""
-
-_FOLLOWS = 0.85
-"""A job that draws less than this share of what its setting lets it draw does not feel its limit."""
 
 _FIRST_DIPS = 5.0
 """Dips that the assumption of how long they last counts for."""
@@ -143,7 +140,7 @@ class PowerMorph:
         seen, settings = self._observed, self._settings
         sensed, limits = seen.job_power_w(observation), seen.limits(observation)
         ratio = sensed / power_at(limits, self._slow.power_w, self._slow.grid)
-        followed, self._follows = self._follows, ratio >= _FOLLOWS * self._ratio
+        followed, self._follows = self._follows, ratio >= FOLLOWS * self._ratio
         self._dips += (~followed).sum(axis=1)
         self._lasting += (~followed & ~self._follows).sum(axis=1)
         # While a limit moves, dead time would pass for a misfit.

@@ -1,11 +1,10 @@
 """Every configuration key changes what an episode looks like; a key that nothing reads fails here."""
 
 from pathlib import Path
-from types import NoneType, UnionType
 
 import numpy as np
 import pytest
-from pydantic import BaseModel
+from key_tree import leaves, merged
 
 from wattgym.envs.config import PowerShapingConfig
 from wattgym.envs.power_shaping import PowerShapingEnv
@@ -108,30 +107,6 @@ ALTERNATIVES = {
 
 # Keys that act by refusing, and what the message says.
 REFUSED = {"rules.interval_s": "shorter than rules.interval_s", "signal.infeasible": "leaves the feasible band"}
-
-
-def leaves(model, prefix=""):
-    """Dotted names of every leaf key, `*` for the keys of mappings to models."""
-    for name, field in model.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, UnionType):  # a part that may be left out
-            kind = next((part for part in kind.__args__ if part is not NoneType), kind)
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield from leaves(kind, f"{prefix}{name}.")
-            continue
-        yield prefix + name
-        for part in getattr(kind, "__args__", ()):
-            if isinstance(part, type) and issubclass(part, BaseModel):
-                yield from leaves(part, f"{prefix}{name}.*.")
-
-
-def merged(*layers):
-    result = {}
-    for layer in layers:
-        for key, value in layer.items():
-            both = isinstance(value, dict) and isinstance(result.get(key), dict)
-            result[key] = merged(result[key], value) if both else value
-    return result
 
 
 def nested(key, value):

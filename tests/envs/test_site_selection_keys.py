@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pydantic import BaseModel
+from key_tree import leaves, merged
 
 from wattgym.envs.federation.config import SiteSelectionConfig
 from wattgym.envs.site_selection import SiteSelectionEnv
@@ -99,27 +99,6 @@ ALTERNATIVES = {
     "sites.named.*.mix": ((1.0, 0, 0, 0, 0, 0, 0, 0), NAMED),
     "sites.named.*.trace": ("machine-util/google-cpu", NAMED),
 }
-
-
-def leaves(model, prefix=""):
-    for name, field in model.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield from leaves(kind, f"{prefix}{name}.")
-            continue
-        yield prefix + name
-        for part in getattr(kind, "__args__", ()):
-            if isinstance(part, type) and issubclass(part, BaseModel):
-                yield from leaves(part, f"{prefix}{name}.*.")
-
-
-def merged(*layers):
-    result = {}
-    for layer in layers:
-        for key, value in layer.items():
-            both = isinstance(value, dict) and isinstance(result.get(key), dict)
-            result[key] = merged(result[key], value) if both else value
-    return result
 
 
 def changed(base, key, value):
