@@ -247,7 +247,7 @@ class LiveRun:
         tick = Tick(
             tick=number,
             t_s=t_s,
-            signal=float(self._shaping.signal[0, number - 1]),
+            signal=float(self._shaping.signal[0, min(number, self.env.ticks) - 1]),
             target_w=float(outcome.target_w[0]),
             power_w=float(outcome.power_w[0]),
             sensor_w=float(telemetry.sensor_w.sum()),

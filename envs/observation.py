@@ -225,7 +225,7 @@ class ObservationBuilder:
         power = telemetry.sensor_w.sum(axis=1) + telemetry.host_w
         first_error = column["error_1"]
         if tick > 0:
-            error = (power - self._targets[:, tick - 1]) * self._per_capacity
+            error = (power - self._targets[:, min(tick, self._targets.shape[1]) - 1]) * self._per_capacity
             x[:, first_error + 1 : first_error + self._history] = x[:, first_error : first_error + self._history - 1]
             x[:, first_error] = error
             integral = x[:, column["error_integral"]]

@@ -105,6 +105,14 @@ def test_a_sensor_that_says_nothing_leaves_the_loop_running():
         assert np.isfinite(shaping.task.predictive.advised(np.zeros((1, 3)))).all()
 
 
+def test_a_live_plant_may_miss_periods_up_to_beyond_the_end():
+    shaping = PowerShaping(config := PowerShapingConfig.model_validate(ADVICE), Emulator(config), 3)
+    shaping.reset([1])
+    telemetry = shaping.step(np.zeros((1, 3))).telemetry
+    telemetry.tick = shaping.targets_w.shape[1] + 7
+    assert np.isfinite(shaping._observe(telemetry)).all()
+
+
 def test_a_stored_environment_goes_on_as_if_nothing_had_happened():
     batch = PowerShapingVecEnv(PowerShapingConfig.model_validate(ADVICE), 3)
     batch.seed(5)
