@@ -238,7 +238,8 @@ class LiveRun:
             reason, fallbacks = str(self.controller.reasons[0] or ""), self.controller.total
         self._terms[len(self.ticks)] = outcome.terms[:, 0]
         self._knobs.append(self._shaping.knob_positions)
-        number, capacity_w = telemetry.tick, float(self._shaping.task.capacity_w[0])
+        number = min(telemetry.tick, self.env.ticks)  # the last periods may have been missed
+        capacity_w = float(self._shaping.task.capacity_w[0])
         error = (float(outcome.power_w[0]) - float(outcome.target_w[0])) / capacity_w
         before_n = len(self.ticks)
         square = (self.ticks[-1].nrmse ** 2 * before_n if self.ticks else 0.0) + error**2
@@ -247,7 +248,7 @@ class LiveRun:
         tick = Tick(
             tick=number,
             t_s=t_s,
-            signal=float(self._shaping.signal[0, min(number, self.env.ticks) - 1]),
+            signal=float(self._shaping.signal[0, number - 1]),
             target_w=float(outcome.target_w[0]),
             power_w=float(outcome.power_w[0]),
             sensor_w=float(telemetry.sensor_w.sum()),
